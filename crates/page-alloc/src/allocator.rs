@@ -1,0 +1,447 @@
+//! [`PageAllocator`]: the page table behind a lock, and the calls to the mapper beside it.
+//!
+//! Every operation that needs the mapper is lock, decide, unlock, call, lock, record. While the
+//! call lasts its pages are busy and everybody else goes on, frees and snapshots included. Nobody
+//! ever waits for a busy page: an allocation that finds no other is told that the pool is full.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use kvcached_mapper::{MapError, Mapper, PageId, PageRun};
+
+use crate::limit::{LimitBook, Request};
+use crate::table::{PageTable, Purpose};
+use crate::{
+    AllocError, ConfigError, FreeError, FullReason, Limit, LimitError, LimitStatus,
+    PageAllocatorConfig, PageState, PageUsage, Reserve,
+};
+
+/// Runs of one mapper call that nobody waits for. Their pages are out of reach meanwhile, and a
+/// run may cost milliseconds, so big changes are made in several calls.
+const STEP_RUNS: usize = 16;
+
+/// Hands out the pages of one pool, and has them backed and unbacked by a [`Mapper`].
+///
+/// All methods take `&self` and may be called from any thread. Only those that may map or unmap
+/// call the mapper, and none holds the lock meanwhile:
+///
+/// | method | calls the mapper |
+/// | --- | --- |
+/// | [`alloc`](Self::alloc), [`alloc_first`](Self::alloc_first) | when warm pages do not suffice |
+/// | [`free`](Self::free), [`set_limit`](Self::set_limit) | when more is backed than the limit allows |
+/// | [`replenish`](Self::replenish), [`trim`](Self::trim) | when there is something to do |
+/// | all others | never |
+#[derive(Debug)]
+pub struct PageAllocator {
+    books: Mutex<Books>,
+    /// What [`PageTable::available`] was when the lock was last let go.
+    available: AtomicU32,
+    mapper: Arc<dyn Mapper>,
+    bundle_bytes: u64,
+    reserve: Reserve,
+}
+
+/// Everything the lock protects.
+#[derive(Debug)]
+struct Books {
+    table: PageTable,
+    limit: LimitBook,
+    totals: Totals,
+}
+
+/// What happened since the start.
+#[derive(Debug, Default)]
+struct Totals {
+    mapped: u64,
+    unmapped: u64,
+    runs_mapped: u64,
+    map_full: u64,
+    map_failed: u64,
+    unmap_failed: u64,
+}
+
+/// What one [`PageAllocator::replenish`] did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Replenished {
+    /// Pages that are warm now and were cold.
+    pub mapped: u32,
+    /// Pages that are cold or withheld now and were warm.
+    pub unmapped: u32,
+    /// Why the reserve stays short of its lower bound, if it does: a normal answer.
+    pub full: Option<FullReason>,
+    /// There is more to do: another call right away makes sense.
+    pub more: bool,
+}
+
+impl PageAllocator {
+    /// An allocator of cold pages, without a limit, over the mapper of the same pool.
+    ///
+    /// The mapper is not called: nothing is backed until somebody asks.
+    ///
+    /// # Errors
+    /// A configuration that makes no sense, with the numbers that contradict each other.
+    pub fn new(config: PageAllocatorConfig, mapper: Arc<dyn Mapper>) -> Result<Self, ConfigError> {
+        config.check()?;
+        let PageAllocatorConfig {
+            pages,
+            bundle_bytes,
+            void,
+            max_run,
+            reserve,
+            floor_bytes,
+        } = config;
+        let table = PageTable::new(pages, &void, max_run.get());
+        let capacity_bytes = u64::from(table.capacity()) * bundle_bytes;
+        if table.capacity() == 0 {
+            return Err(ConfigError::NoPages);
+        }
+        if floor_bytes > capacity_bytes {
+            return Err(ConfigError::Floor {
+                floor_bytes,
+                capacity_bytes,
+            });
+        }
+        Ok(Self {
+            available: AtomicU32::new(table.available()),
+            books: Mutex::new(Books {
+                table,
+                limit: LimitBook::new(capacity_bytes, floor_bytes, bundle_bytes),
+                totals: Totals::default(),
+            }),
+            mapper,
+            bundle_bytes,
+            reserve,
+        })
+    }
+
+    /// Hands out `n` pages, appended to `out`: warm ones first, then cold ones in runs of adjacent
+    /// pages, as long as the demand and the neighbourhood allow.
+    ///
+    /// # Errors
+    /// No page is handed out and `out` is as before. [`AllocError::Full`] is a normal answer;
+    /// [`AllocError::Broken`] is not, and its uncertain pages are quarantined.
+    pub fn alloc(&self, n: u32, out: &mut Vec<PageId>) -> Result<(), AllocError> {
+        if n <= self.available() {
+            // Beside the lock, since it may take long; for nothing if the pool turns out to be full.
+            out.reserve(PageId(n).index());
+        }
+        let before = out.len();
+        let runs = self.with_books(|books| {
+            let table = &mut books.table;
+            if n > table.available() {
+                return Err(AllocError::Full(table.full_reason(n)));
+            }
+            let missing = n - table.take(n, out);
+            let mut runs = Vec::new();
+            let found = table.begin_map(missing, usize::MAX, &mut runs);
+            assert_eq!(found, missing, "warm and cold pages are what is available");
+            Ok(runs)
+        })?;
+        if runs.is_empty() {
+            return Ok(());
+        }
+        match self.map(&runs, Purpose::Demand) {
+            Ok(()) => {
+                out.extend(runs.iter().flat_map(|run| run.pages()));
+                Ok(())
+            }
+            Err(error) => {
+                let taken = &out[before..];
+                self.free(taken)
+                    .expect("pages taken a moment ago are in use");
+                out.truncate(before);
+                Err(error)
+            }
+        }
+    }
+
+    /// Hands out page 0, which engines treat as the null page, and no other, whether it is cold
+    /// or warm already.
+    ///
+    /// # Errors
+    /// As for [`alloc`](Self::alloc), and [`AllocError::FirstTaken`] if it is handed out already
+    /// or can never be.
+    pub fn alloc_first(&self) -> Result<PageId, AllocError> {
+        let first = PageId(0);
+        let run = self.with_books(|books| {
+            let table = &mut books.table;
+            match table.state(first).expect("a pool has pages") {
+                PageState::Warm => {
+                    table.take_page(first);
+                    Ok(None)
+                }
+                PageState::Cold => Ok(Some(table.begin_map_page(first))),
+                PageState::Busy => Err(AllocError::Full(FullReason::Busy)),
+                PageState::Withheld => Err(AllocError::Full(FullReason::Limit)),
+                state => Err(AllocError::FirstTaken { state }),
+            }
+        })?;
+        match run {
+            Some(run) => self.map(&[run], Purpose::Demand).map(|()| first),
+            None => Ok(first),
+        }
+    }
+
+    /// Takes pages back. Their memory stays, ready for the next allocation, unless more is backed
+    /// than the limit allows: then wholly idle runs are unmapped right here. A failure of that is
+    /// logged and shows in [`usage`](Self::usage); the pages are free all the same.
+    ///
+    /// # Errors
+    /// A page that is not in use, or is named twice; then no page of the call was taken back.
+    pub fn free(&self, pages: &[PageId]) -> Result<(), FreeError> {
+        let excess = self.with_books(|books| {
+            books.table.put_back(pages)?;
+            Ok(books.table.excess())
+        })?;
+        if excess > 0 {
+            self.shrink_and_log();
+        }
+        Ok(())
+    }
+
+    /// One bounded step towards a pool that keeps to its limit and has between
+    /// [`Reserve::min`] and [`Reserve::max`] warm pages. Somebody calls this now and then, from a
+    /// thread of its own; while [`Replenished::more`], at once again.
+    ///
+    /// # Errors
+    /// What the mapper answered, except that it is full, which is in [`Replenished::full`].
+    pub fn replenish(&self) -> Result<Replenished, MapError> {
+        let mut done = Replenished::default();
+        let (excess, warm) =
+            self.with_books(|books| (books.table.excess(), books.table.count(PageState::Warm)));
+        let Reserve { min, max } = self.reserve;
+        if excess > 0 || warm > max {
+            (done.unmapped, done.more) = self.unmap_step(|table| {
+                table
+                    .excess()
+                    .max(table.count(PageState::Warm).saturating_sub(max))
+            })?;
+            return Ok(done);
+        }
+        if warm >= min {
+            return Ok(done);
+        }
+        // A hint, but enough to spare a reserve that nobody waits for a vain attempt. Asking may
+        // take long, so it is not done under the lock.
+        let headroom = self.mapper.headroom().unwrap_or(u32::MAX);
+        let mut runs = Vec::new();
+        self.with_books(|books| {
+            let table = &mut books.table;
+            let missing = min.saturating_sub(table.count(PageState::Warm));
+            done.mapped = table.begin_map(missing.min(headroom), STEP_RUNS, &mut runs);
+            if done.mapped < missing {
+                if headroom <= done.mapped {
+                    done.full = Some(FullReason::DeviceMemory);
+                } else if table.count(PageState::Cold) == 0 {
+                    done.full = Some(table.full_reason(table.available() + missing));
+                } else {
+                    done.more = true;
+                }
+            }
+        });
+        if runs.is_empty() {
+            return Ok(done);
+        }
+        match self.map(&runs, Purpose::Reserve) {
+            Ok(()) => Ok(done),
+            Err(AllocError::Broken(error)) => Err(error),
+            Err(_) => Ok(Replenished {
+                full: Some(FullReason::DeviceMemory),
+                ..Replenished::default()
+            }),
+        }
+    }
+
+    /// Gives the memory of every wholly idle run back, the reserve's too; answers how many pages.
+    ///
+    /// # Errors
+    /// What the mapper answered; runs before that are unmapped, and show in
+    /// [`usage`](Self::usage).
+    pub fn trim(&self) -> Result<u32, MapError> {
+        // Pages freed by others meanwhile are not waited for, so this ends.
+        let mut left = self.with_books(|books| books.table.count(PageState::Warm));
+        let mut unmapped = 0;
+        loop {
+            let (pages, more) = self.unmap_step(|_| left)?;
+            unmapped += pages;
+            left = left.saturating_sub(pages);
+            if pages == 0 || !more {
+                return Ok(unmapped);
+            }
+        }
+    }
+
+    /// Puts a limit in force, if its revision is newer, and unmaps wholly idle runs above it.
+    /// Growth beyond it ends at once; what is in use above it stays until it is freed.
+    ///
+    /// A limit beyond the capacity is as good as the capacity. A limit of 0 lets nothing grow and
+    /// takes nothing away from anybody.
+    ///
+    /// # Errors
+    /// [`LimitError::BelowFloor`]; the limit in force stays.
+    pub fn set_limit(&self, limit: Limit) -> Result<LimitStatus, LimitError> {
+        let request = self.with_books(|books| {
+            let request = books.limit.request(limit)?;
+            books.table.set_limit(books.limit.pages());
+            Ok(request)
+        })?;
+        match request {
+            Request::Refused(status) => Ok(status),
+            Request::InForce => {
+                self.shrink_and_log();
+                Ok(self.limit_status())
+            }
+        }
+    }
+
+    /// Does the pool keep to its limit? [`LimitStatus::Applied`] or [`LimitStatus::Deferred`].
+    pub fn limit_status(&self) -> LimitStatus {
+        self.with_books(|books| books.limit.status(books.table.backed()))
+    }
+
+    /// The limit in force, as it was asked for.
+    pub fn limit(&self) -> Limit {
+        self.with_books(|books| books.limit.current())
+    }
+
+    /// How many pages [`alloc`](Self::alloc) could give now, if the device has the memory. Reads
+    /// one number, without a lock.
+    #[inline]
+    pub fn available(&self) -> u32 {
+        self.available.load(Ordering::Relaxed)
+    }
+
+    /// One consistent snapshot.
+    pub fn usage(&self) -> PageUsage {
+        self.with_books(
+            |Books {
+                 table,
+                 limit,
+                 totals,
+             }| PageUsage {
+                total: table.total(),
+                void: table.count(PageState::Void),
+                cold: table.count(PageState::Cold),
+                warm: table.count(PageState::Warm),
+                used: table.count(PageState::Used),
+                busy: table.count(PageState::Busy),
+                withheld: table.count(PageState::Withheld),
+                quarantined: table.count(PageState::Quarantined),
+                runs: table.runs(),
+                mapped_bytes: u64::from(table.backed()) * self.bundle_bytes,
+                mapped_total: totals.mapped,
+                unmapped_total: totals.unmapped,
+                runs_mapped_total: totals.runs_mapped,
+                map_full_total: totals.map_full,
+                map_failed_total: totals.map_failed,
+                unmap_failed_total: totals.unmap_failed,
+                limit: limit.current(),
+                limit_status: limit.status(table.backed()),
+            },
+        )
+    }
+
+    /// What is the case with a page; `None` if the pool has no such page.
+    pub fn state(&self, page: PageId) -> Option<PageState> {
+        self.with_books(|books| books.table.state(page))
+    }
+
+    /// The runs whose state is unknown after a failure, exactly as they were to be mapped or
+    /// unmapped.
+    pub fn quarantined(&self) -> Vec<PageRun> {
+        self.with_books(|books| books.table.quarantined().to_vec())
+    }
+
+    /// Maps busy runs and records what came of it.
+    fn map(&self, runs: &[PageRun], purpose: Purpose) -> Result<(), AllocError> {
+        let result = self.mapper.map(runs);
+        let excess = self.with_books(|Books { table, totals, .. }| {
+            match &result {
+                Ok(()) => {
+                    table.finish_map(runs, purpose);
+                    totals.mapped += pages_in(runs);
+                    totals.runs_mapped += runs.len() as u64;
+                }
+                Err(error) => {
+                    table.fail_map(runs, &error.uncertain);
+                    match error.is_full() {
+                        true => totals.map_full += 1,
+                        false => totals.map_failed += 1,
+                    }
+                }
+            }
+            table.excess()
+        });
+        // A limit may have come while the call was under way. Pages on demand go to their owner
+        // all the same, but a reserve beyond it goes back.
+        if excess > 0 {
+            self.shrink_and_log();
+        }
+        result.map_err(|error| match error.is_full() {
+            true => AllocError::Full(FullReason::DeviceMemory),
+            false => AllocError::Broken(error),
+        })
+    }
+
+    /// Unmaps wholly idle runs of as many pages as `wanted` says, in one call; answers how many
+    /// pages, and whether another call would find more.
+    fn unmap_step(&self, wanted: impl Fn(&PageTable) -> u32) -> Result<(u32, bool), MapError> {
+        let mut runs = Vec::new();
+        self.with_books(|Books { table, .. }| {
+            table.begin_unmap(wanted(table), STEP_RUNS, &mut runs);
+        });
+        if runs.is_empty() {
+            return Ok((0, false));
+        }
+        let result = self.mapper.unmap(&runs);
+        self.with_books(|Books { table, totals, .. }| match &result {
+            Ok(()) => {
+                table.finish_unmap(&runs);
+                totals.unmapped += pages_in(&runs);
+            }
+            Err(error) => {
+                table.fail_unmap(&runs, &error.uncertain);
+                totals.unmap_failed += 1;
+            }
+        });
+        result?;
+        let pages = runs.iter().map(|run| run.count()).sum();
+        Ok((pages, runs.len() == STEP_RUNS))
+    }
+
+    /// Unmaps wholly idle runs until the limit is kept or there are none.
+    fn shrink(&self) -> Result<(), MapError> {
+        while let (1.., _) = self.unmap_step(PageTable::excess)? {}
+        Ok(())
+    }
+
+    /// For callers whose own work succeeded whatever becomes of the shrinking.
+    fn shrink_and_log(&self) {
+        if let Err(error) = self.shrink() {
+            tracing::warn!(%error, "idle pages above the limit were not unmapped");
+        }
+    }
+
+    /// Runs `change` under the lock; never call the mapper in it.
+    #[inline]
+    fn with_books<R>(&self, change: impl FnOnce(&mut Books) -> R) -> R {
+        let mut books = self.lock();
+        let result = change(&mut books);
+        self.available
+            .store(books.table.available(), Ordering::Relaxed);
+        result
+    }
+
+    #[inline]
+    fn lock(&self) -> MutexGuard<'_, Books> {
+        self.books
+            .lock()
+            .expect("nobody panics while changing the books")
+    }
+}
+
+fn pages_in(runs: &[PageRun]) -> u64 {
+    runs.iter().map(|run| u64::from(run.count())).sum()
+}

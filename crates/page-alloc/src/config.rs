@@ -1,0 +1,82 @@
+//! What an allocator is made from.
+
+use std::num::NonZeroU32;
+
+use kvcached_mapper::PageId;
+
+use crate::{ConfigError, MAX_RUN};
+
+/// What an allocator is made from; `Geometry` of the mapper's crate has most of the numbers.
+#[derive(Debug, Clone)]
+pub struct PageAllocatorConfig {
+    /// Pages of the pool, void ones included.
+    pub pages: u32,
+    /// Bytes that backing one page takes on one rank, over all tensors.
+    pub bundle_bytes: u64,
+    /// Pages that hold no whole block; they are never backed.
+    pub void: Vec<PageId>,
+    /// Pages of the longest run, at most [`MAX_RUN`]. A long run costs as little to map as a short
+    /// one, but its memory goes back only when all its pages are idle.
+    pub max_run: NonZeroU32,
+    /// Warm pages to keep ready.
+    pub reserve: Reserve,
+    /// Bytes that the pool was promised: a limit below is refused.
+    pub floor_bytes: u64,
+}
+
+/// How many warm pages [`replenish`](crate::PageAllocator::replenish) keeps ready, so that an
+/// allocation need not wait for the driver. Both zero: none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Reserve {
+    /// Below this, pages are mapped.
+    pub min: u32,
+    /// Above this, wholly idle runs are unmapped.
+    pub max: u32,
+}
+
+impl PageAllocatorConfig {
+    /// `pages` pages of `bundle_bytes` bytes each, in runs as long as they can be, without void
+    /// pages, reserve or floor; set the fields for more.
+    #[must_use]
+    pub const fn new(pages: u32, bundle_bytes: u64) -> Self {
+        Self {
+            pages,
+            bundle_bytes,
+            void: Vec::new(),
+            max_run: NonZeroU32::new(MAX_RUN).expect("a run has pages"),
+            reserve: Reserve { min: 0, max: 0 },
+            floor_bytes: 0,
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        let Self {
+            pages,
+            bundle_bytes,
+            ..
+        } = *self;
+        if bundle_bytes == 0 {
+            return Err(ConfigError::NoBytes);
+        }
+        if pages == u32::MAX || u64::from(pages).checked_mul(bundle_bytes).is_none() {
+            return Err(ConfigError::TooLarge {
+                pages,
+                bundle_bytes,
+            });
+        }
+        if let Some(&page) = self.void.iter().find(|page| page.0 >= pages) {
+            return Err(ConfigError::VoidOutOfRange { page, pages });
+        }
+        if self.max_run.get() > MAX_RUN {
+            return Err(ConfigError::RunTooLong {
+                max_run: self.max_run.get(),
+                most: MAX_RUN,
+            });
+        }
+        let Reserve { min, max } = self.reserve;
+        if min > max {
+            return Err(ConfigError::Reserve { min, max });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,231 @@
+//! Runs that are backed by memory: which pages of each are idle, and which run to draw from.
+//!
+//! Taking and putting back one page touches one slot and at most two shelves, whatever the size
+//! of the pool. The fullest run is drawn from first, so that the others drain and become wholly
+//! idle: only then can their memory go back.
+
+use std::ops::Range;
+
+use kvcached_mapper::{PageId, PageRun};
+
+use crate::MAX_RUN;
+
+/// No slot.
+const NONE: u32 = u32::MAX;
+/// Shelves for partly used runs, then as many for wholly idle ones.
+const SHELVES: usize = 2 * MAX_RUN as usize;
+
+/// The backed runs of a pool.
+#[derive(Debug)]
+pub(crate) struct Runs {
+    slots: Vec<Slot>,
+    /// Slots to use again.
+    vacant: Vec<u32>,
+    /// Slot of each page that is part of a backed run.
+    slot_of: Vec<u32>,
+    /// First slot of each shelf.
+    heads: [u32; SHELVES],
+    /// Shelves of partly used runs that have any: bit `i` for `i + 1` idle pages.
+    partly: u64,
+    /// Shelves of wholly idle runs that have any: bit `i` for runs of `i + 1` pages.
+    wholly: u64,
+}
+
+#[derive(Debug)]
+struct Slot {
+    /// Bit `i`: page `first + i` is idle.
+    idle: u64,
+    first: u32,
+    count: u32,
+    previous: u32,
+    next: u32,
+}
+
+impl Slot {
+    /// Where a run belongs: nowhere while it has no idle page.
+    const fn shelf(&self) -> Option<usize> {
+        if self.idle == 0 {
+            return None;
+        }
+        let idle = self.idle.count_ones();
+        let half = if idle == self.count { MAX_RUN } else { 0 };
+        Some((half + idle - 1) as usize)
+    }
+}
+
+/// The lowest `count` bits; `count` is at most 64.
+const fn low_bits(count: u32) -> u64 {
+    match count {
+        0 => 0,
+        _ => u64::MAX >> (64 - count),
+    }
+}
+
+impl Runs {
+    pub(crate) fn new(pages: u32) -> Self {
+        Self {
+            slots: Vec::new(),
+            vacant: Vec::new(),
+            slot_of: vec![NONE; PageId(pages).index()],
+            heads: [NONE; SHELVES],
+            partly: 0,
+            wholly: 0,
+        }
+    }
+
+    /// How many runs are backed.
+    pub(crate) fn len(&self) -> u32 {
+        u32::try_from(self.slots.len() - self.vacant.len()).expect("no more runs than pages")
+    }
+
+    /// Adds a run that is now backed, all of it idle or all of it used.
+    pub(crate) fn insert(&mut self, run: PageRun, idle: bool) {
+        let idle = if idle { low_bits(run.count()) } else { 0 };
+        let new = Slot {
+            idle,
+            first: run.first().0,
+            count: run.count(),
+            previous: NONE,
+            next: NONE,
+        };
+        let slot = match self.vacant.pop() {
+            Some(slot) => {
+                self.slots[slot as usize] = new;
+                slot
+            }
+            None => {
+                self.slots.push(new);
+                u32::try_from(self.slots.len() - 1).expect("no more runs than pages")
+            }
+        };
+        self.slot_of[run.first().index()..run.end().index()].fill(slot);
+        self.shelve(slot);
+    }
+
+    /// Forgets a run that was taken with [`take_idle_run`](Self::take_idle_run).
+    pub(crate) fn remove(&mut self, run: PageRun) {
+        self.vacant.push(self.slot_of[run.first().index()]);
+    }
+
+    /// Puts a run back that was taken with [`take_idle_run`](Self::take_idle_run).
+    pub(crate) fn restore(&mut self, run: PageRun) {
+        self.shelve(self.slot_of[run.first().index()]);
+    }
+
+    /// Takes a wholly idle run out of circulation: the longest of up to `pages` pages, else the
+    /// shortest, so that as little as possible is taken beyond `pages`.
+    pub(crate) fn take_idle_run(&mut self, pages: u32) -> Option<PageRun> {
+        let fitting = self.wholly & low_bits(pages.min(MAX_RUN));
+        let bit = match (fitting, self.wholly) {
+            (_, 0) => return None,
+            (0, any) => any.trailing_zeros(),
+            (fitting, _) => 63 - fitting.leading_zeros(),
+        };
+        let slot = self.heads[(MAX_RUN + bit) as usize];
+        self.unshelve(slot);
+        let Slot { first, count, .. } = self.slots[slot as usize];
+        PageRun::new(PageId(first), count)
+    }
+
+    /// Marks up to `want` idle pages used, all of one run, and names them in stretches of adjacent
+    /// pages; answers how many. The fullest partly used run comes first, then the shortest idle
+    /// run that is enough, then the longest.
+    pub(crate) fn take_pages(&mut self, want: u32, mut each: impl FnMut(Range<u32>)) -> u32 {
+        let enough = self.wholly & !low_bits(want.clamp(1, MAX_RUN) - 1);
+        let shelf = match (self.partly, enough, self.wholly) {
+            (0, 0, 0) => return 0,
+            (0, 0, wholly) => MAX_RUN + 63 - wholly.leading_zeros(),
+            (0, enough, _) => MAX_RUN + enough.trailing_zeros(),
+            (partly, _, _) => partly.trailing_zeros(),
+        };
+        let slot = self.heads[shelf as usize];
+        let Slot { first, idle, .. } = self.slots[slot as usize];
+        let mut left = idle;
+        let mut taken = 0;
+        while left != 0 && taken < want {
+            let offset = left.trailing_zeros();
+            let count = (left >> offset).trailing_ones().min(want - taken);
+            left &= !(low_bits(count) << offset);
+            taken += count;
+            each(first + offset..first + offset + count);
+        }
+        self.set_idle(slot, left);
+        taken
+    }
+
+    /// Marks one idle page used.
+    pub(crate) fn take_page(&mut self, page: PageId) {
+        let slot = self.slot_of[page.index()];
+        let Slot { first, idle, .. } = self.slots[slot as usize];
+        debug_assert!(idle & (1 << (page.0 - first)) != 0, "the page is idle");
+        self.set_idle(slot, idle & !(1 << (page.0 - first)));
+    }
+
+    /// Marks used pages idle. Neighbours in `pages` that belong to one run cost one move between
+    /// shelves.
+    pub(crate) fn put_pages(&mut self, pages: &[PageId]) {
+        let mut pages = pages.iter();
+        let Some(page) = pages.next() else { return };
+        let mut slot = self.slot_of[page.index()];
+        let mut first = self.slots[slot as usize].first;
+        let mut idle = 1_u64 << (page.0 - first);
+        for page in pages {
+            let next = self.slot_of[page.index()];
+            if next != slot {
+                self.set_idle(slot, self.slots[slot as usize].idle | idle);
+                slot = next;
+                first = self.slots[slot as usize].first;
+                idle = 0;
+            }
+            idle |= 1 << (page.0 - first);
+        }
+        self.set_idle(slot, self.slots[slot as usize].idle | idle);
+    }
+
+    fn set_idle(&mut self, slot: u32, idle: u64) {
+        self.unshelve(slot);
+        self.slots[slot as usize].idle = idle;
+        self.shelve(slot);
+    }
+
+    fn shelve(&mut self, slot: u32) {
+        let Some(shelf) = self.slots[slot as usize].shelf() else {
+            return;
+        };
+        let next = self.heads[shelf];
+        self.heads[shelf] = slot;
+        match self.slots.get_mut(next as usize) {
+            Some(neighbour) => neighbour.previous = slot,
+            None => *self.filled(shelf) |= 1 << (shelf % MAX_RUN as usize),
+        }
+        let entry = &mut self.slots[slot as usize];
+        entry.previous = NONE;
+        entry.next = next;
+    }
+
+    fn unshelve(&mut self, slot: u32) {
+        let entry = &self.slots[slot as usize];
+        let (previous, next) = (entry.previous, entry.next);
+        let Some(shelf) = entry.shelf() else { return };
+        if let Some(neighbour) = self.slots.get_mut(next as usize) {
+            neighbour.previous = previous;
+        }
+        match self.slots.get_mut(previous as usize) {
+            Some(neighbour) => neighbour.next = next,
+            None => {
+                self.heads[shelf] = next;
+                if next == NONE {
+                    *self.filled(shelf) &= !(1 << (shelf % MAX_RUN as usize));
+                }
+            }
+        }
+    }
+
+    const fn filled(&mut self, shelf: usize) -> &mut u64 {
+        if shelf < MAX_RUN as usize {
+            &mut self.partly
+        } else {
+            &mut self.wholly
+        }
+    }
+}

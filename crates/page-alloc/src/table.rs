@@ -1,0 +1,376 @@
+//! The state of every page of a pool, as a value: no lock, no memory, no clock.
+//!
+//! ```text
+//!              begin_map          finish_map            put_back
+//!       cold ────────────▶ busy ─────────────▶ used ─────────────▶ warm
+//!        ▲ │                │ ▲                  ▲                  │ │
+//!  limit │ │ limit          │ └──────────────────┼── begin_unmap ───┼─┘
+//!        │ ▼                ▼                    └───── take ───────┘
+//!     withheld         quarantined
+//! ```
+//!
+//! A decision that needs a mapper is taken in two halves: `begin_…` makes pages busy and names
+//! runs, `finish_…` records what became of them. Between the two no other decision touches them.
+
+use std::ops::Range;
+
+use kvcached_mapper::{PageId, PageRun};
+
+use crate::error::{FreeError, FullReason};
+use crate::runs::Runs;
+use crate::spans::Spans;
+
+/// What is the case with a page; exactly one of these at any time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum PageState {
+    /// Holds no whole block; never backed, never handed out.
+    Void,
+    /// No memory, and may be backed.
+    Cold,
+    /// Memory, but idle.
+    Warm,
+    /// Handed out.
+    Used,
+    /// A call to the mapper about it is under way.
+    Busy,
+    /// No memory, and above the limit.
+    Withheld,
+    /// State unknown after a failure; not used again until it is reconciled.
+    Quarantined,
+}
+
+/// How many states there are.
+const STATES: usize = 7;
+
+/// Why pages get memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// Somebody waits for them: they are used at once.
+    Demand,
+    /// They are set aside warm.
+    Reserve,
+}
+
+/// The states of all pages of one pool, and the sets that answer "which page next" in constant
+/// time.
+#[derive(Debug)]
+pub(crate) struct PageTable {
+    /// The truth; everything below is derived from it, in [`set_state`](Self::set_state) or beside
+    /// a call of it.
+    states: Vec<PageState>,
+    counts: [u32; STATES],
+    cold: Spans,
+    withheld: Spans,
+    runs: Runs,
+    quarantined: Vec<PageRun>,
+    /// Busy pages that are on their way to lose their memory.
+    leaving: u32,
+    /// Pages that may be backed; at most the capacity.
+    limit: u32,
+    max_run: u32,
+}
+
+impl PageTable {
+    /// A table of `pages` cold pages, except the `void` ones, without a limit.
+    ///
+    /// All `void` pages are below `pages`; `max_run` is at least 1 and at most
+    /// [`MAX_RUN`](crate::MAX_RUN).
+    pub(crate) fn new(pages: u32, void: &[PageId], max_run: u32) -> Self {
+        let mut table = Self {
+            states: vec![PageState::Cold; PageId(pages).index()],
+            counts: [0; STATES],
+            cold: Spans::new(),
+            withheld: Spans::new(),
+            runs: Runs::new(pages),
+            quarantined: Vec::new(),
+            leaving: 0,
+            limit: 0,
+            max_run,
+        };
+        table.counts[PageState::Cold as usize] = pages;
+        if pages > 0 {
+            table.cold.insert(0..pages);
+        }
+        for &page in void {
+            if table.cold.take_page(page.0) {
+                table.set_state(page.0..page.0 + 1, PageState::Cold, PageState::Void);
+            }
+        }
+        table.limit = table.capacity();
+        table
+    }
+
+    pub(crate) fn state(&self, page: PageId) -> Option<PageState> {
+        self.states.get(page.index()).copied()
+    }
+
+    pub(crate) const fn count(&self, state: PageState) -> u32 {
+        self.counts[state as usize]
+    }
+
+    /// Pages that can ever be backed.
+    pub(crate) fn capacity(&self) -> u32 {
+        self.total() - self.count(PageState::Void)
+    }
+
+    pub(crate) fn total(&self) -> u32 {
+        u32::try_from(self.states.len()).expect("the constructor took the number as u32")
+    }
+
+    /// Pages that have memory or may have: everything a limit counts.
+    pub(crate) const fn backed(&self) -> u32 {
+        self.count(PageState::Warm)
+            + self.count(PageState::Used)
+            + self.count(PageState::Busy)
+            + self.count(PageState::Quarantined)
+    }
+
+    /// Pages that [`take`](Self::take) and [`begin_map`](Self::begin_map) can give. The limit is
+    /// in it: a page above it is withheld, not cold.
+    pub(crate) const fn available(&self) -> u32 {
+        self.count(PageState::Warm) + self.count(PageState::Cold)
+    }
+
+    /// Backed pages above the limit that no call under way is about to take the memory of.
+    pub(crate) const fn excess(&self) -> u32 {
+        (self.backed() - self.leaving).saturating_sub(self.limit)
+    }
+
+    /// Backed runs, those on their way to lose their memory included.
+    pub(crate) fn runs(&self) -> u32 {
+        self.runs.len()
+    }
+
+    pub(crate) fn quarantined(&self) -> &[PageRun] {
+        &self.quarantined
+    }
+
+    /// Why `n` pages, more than are available, cannot be had.
+    pub(crate) fn full_reason(&self, n: u32) -> FullReason {
+        let soon = self.available().saturating_add(self.count(PageState::Busy));
+        if n <= soon && self.backed() <= self.limit {
+            return FullReason::Busy;
+        }
+        if self.limit < self.capacity() && n <= self.capacity() {
+            return FullReason::Limit;
+        }
+        FullReason::Capacity
+    }
+
+    /// Hands out up to `n` warm pages, of the fullest runs first; answers how many.
+    pub(crate) fn take(&mut self, n: u32, out: &mut Vec<PageId>) -> u32 {
+        let Self {
+            states,
+            counts,
+            runs,
+            ..
+        } = self;
+        let mut missing = n;
+        while missing > 0 {
+            let taken = runs.take_pages(missing, |pages| {
+                out.extend(pages.clone().map(PageId));
+                set_state(states, counts, pages, PageState::Warm, PageState::Used);
+            });
+            if taken == 0 {
+                break;
+            }
+            missing -= taken;
+        }
+        n - missing
+    }
+
+    /// Hands out exactly this page, which is warm.
+    pub(crate) fn take_page(&mut self, page: PageId) {
+        self.set_state(page.0..page.0 + 1, PageState::Warm, PageState::Used);
+        self.runs.take_page(page);
+    }
+
+    /// Takes used pages back; their memory stays.
+    ///
+    /// # Errors
+    /// A page that is not used or is named twice; nothing is changed then.
+    pub(crate) fn put_back(&mut self, pages: &[PageId]) -> Result<(), FreeError> {
+        for (done, &page) in pages.iter().enumerate() {
+            match self.state(page) {
+                Some(PageState::Used) => {
+                    self.set_state(page.0..page.0 + 1, PageState::Used, PageState::Warm);
+                }
+                // A page named twice is warm by now, and its first mention is undone with the rest.
+                found => {
+                    for page in &pages[..done] {
+                        self.set_state(page.0..page.0 + 1, PageState::Warm, PageState::Used);
+                    }
+                    let found = match pages[..done].contains(&page) {
+                        true => return Err(FreeError::NamedTwice { page }),
+                        false => found,
+                    };
+                    return Err(FreeError::NotUsed { page, found });
+                }
+            }
+        }
+        self.runs.put_pages(pages);
+        Ok(())
+    }
+
+    /// Makes `n` cold pages busy, at most the cold ones, in runs as long as `n` and the
+    /// neighbourhood allow, `most_runs` of them; answers how many pages.
+    pub(crate) fn begin_map(&mut self, n: u32, most_runs: usize, runs: &mut Vec<PageRun>) -> u32 {
+        let mut missing = n;
+        while missing > 0 && runs.len() < most_runs {
+            let Some(pages) = self.cold.take_run(missing.min(self.max_run)) else {
+                break;
+            };
+            missing -= pages.end - pages.start;
+            self.set_state(pages.clone(), PageState::Cold, PageState::Busy);
+            runs.push(run_of(pages));
+        }
+        n - missing
+    }
+
+    /// Makes exactly this page busy, which is cold.
+    pub(crate) fn begin_map_page(&mut self, page: PageId) -> PageRun {
+        let pages = page.0..page.0 + 1;
+        assert!(self.cold.take_page(page.0), "the page is cold");
+        self.set_state(pages.clone(), PageState::Cold, PageState::Busy);
+        run_of(pages)
+    }
+
+    /// The runs of a [`begin_map`](Self::begin_map) have memory now.
+    pub(crate) fn finish_map(&mut self, runs: &[PageRun], purpose: Purpose) {
+        let to = match purpose {
+            Purpose::Demand => PageState::Used,
+            Purpose::Reserve => PageState::Warm,
+        };
+        for &run in runs {
+            self.set_state(pages_of(run), PageState::Busy, to);
+            self.runs.insert(run, purpose == Purpose::Reserve);
+        }
+    }
+
+    /// The runs of a [`begin_map`](Self::begin_map) have no memory, except that nobody knows about
+    /// the `uncertain` ones.
+    pub(crate) fn fail_map(&mut self, runs: &[PageRun], uncertain: &[PageRun]) {
+        for &run in runs {
+            if in_doubt(run, uncertain) {
+                self.quarantine(run);
+            } else {
+                self.set_state(pages_of(run), PageState::Busy, PageState::Withheld);
+                self.withheld.insert(pages_of(run));
+            }
+        }
+        self.keep_to_limit();
+    }
+
+    /// Makes wholly idle runs busy until they have `pages` pages or are `most_runs`.
+    pub(crate) fn begin_unmap(&mut self, pages: u32, most_runs: usize, runs: &mut Vec<PageRun>) {
+        let mut wanted = pages;
+        while wanted > 0 && runs.len() < most_runs {
+            let Some(run) = self.runs.take_idle_run(wanted) else {
+                break;
+            };
+            wanted = wanted.saturating_sub(run.count());
+            self.set_state(pages_of(run), PageState::Warm, PageState::Busy);
+            self.leaving += run.count();
+            runs.push(run);
+        }
+    }
+
+    /// The runs of a [`begin_unmap`](Self::begin_unmap) have no memory any more.
+    pub(crate) fn finish_unmap(&mut self, runs: &[PageRun]) {
+        for &run in runs {
+            self.leaving -= run.count();
+            self.runs.remove(run);
+            self.set_state(pages_of(run), PageState::Busy, PageState::Withheld);
+            self.withheld.insert(pages_of(run));
+        }
+        self.keep_to_limit();
+    }
+
+    /// The runs of a [`begin_unmap`](Self::begin_unmap) are as they were, except that nobody knows
+    /// about the `uncertain` ones.
+    pub(crate) fn fail_unmap(&mut self, runs: &[PageRun], uncertain: &[PageRun]) {
+        for &run in runs {
+            self.leaving -= run.count();
+            if in_doubt(run, uncertain) {
+                self.runs.remove(run);
+                self.quarantine(run);
+            } else {
+                self.set_state(pages_of(run), PageState::Busy, PageState::Warm);
+                self.runs.restore(run);
+            }
+        }
+    }
+
+    /// Lets at most `pages` pages be backed. Cold pages above it are withheld at once, the highest
+    /// first; what is backed above it stays so until it is unmapped.
+    pub(crate) fn set_limit(&mut self, pages: u32) {
+        self.limit = pages.min(self.capacity());
+        self.keep_to_limit();
+    }
+
+    /// Moves pages between cold and withheld so that exactly those below the limit are cold.
+    /// Every cold page is below every withheld one, before and after.
+    fn keep_to_limit(&mut self) {
+        let room = self.limit.saturating_sub(self.backed());
+        while let Some(above) = self.count(PageState::Cold).checked_sub(room)
+            && above > 0
+            && let Some(pages) = self.cold.take_highest(above)
+        {
+            self.set_state(pages.clone(), PageState::Cold, PageState::Withheld);
+            self.withheld.insert(pages);
+        }
+        while let Some(below) = room.checked_sub(self.count(PageState::Cold))
+            && below > 0
+            && let Some(pages) = self.withheld.take_lowest(below)
+        {
+            self.set_state(pages.clone(), PageState::Withheld, PageState::Cold);
+            self.cold.insert(pages);
+        }
+    }
+
+    fn quarantine(&mut self, run: PageRun) {
+        self.set_state(pages_of(run), PageState::Busy, PageState::Quarantined);
+        self.quarantined.push(run);
+    }
+
+    fn set_state(&mut self, pages: Range<u32>, from: PageState, to: PageState) {
+        set_state(&mut self.states, &mut self.counts, pages, from, to);
+    }
+}
+
+/// The only place where a page changes its state, so that the counts cannot drift from the states.
+/// All of `pages` are `from`.
+#[inline]
+fn set_state(
+    states: &mut [PageState],
+    counts: &mut [u32; STATES],
+    pages: Range<u32>,
+    from: PageState,
+    to: PageState,
+) {
+    let count = pages.end - pages.start;
+    let states = &mut states[pages.start as usize..pages.end as usize];
+    debug_assert!(
+        states.iter().all(|&state| state == from),
+        "pages {pages:?} are {from:?}"
+    );
+    states.fill(to);
+    counts[from as usize] -= count;
+    counts[to as usize] += count;
+}
+
+/// A run is mapped as a whole: doubt about a part of it is doubt about all of it.
+fn in_doubt(run: PageRun, uncertain: &[PageRun]) -> bool {
+    uncertain.iter().any(|doubtful| doubtful.overlaps(run))
+}
+
+const fn pages_of(run: PageRun) -> Range<u32> {
+    run.first().0..run.end().0
+}
+
+fn run_of(pages: Range<u32>) -> PageRun {
+    PageRun::new(PageId(pages.start), pages.end - pages.start)
+        .expect("spans are not empty and end at a page id")
+}

@@ -1,0 +1,46 @@
+//! One consistent snapshot of a pool's pages.
+
+use crate::{Limit, LimitStatus};
+
+/// The pages of a pool at one moment. The seven states add up to `total`, whatever calls are under
+/// way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageUsage {
+    /// Pages of the pool.
+    pub total: u32,
+    /// Hold no whole block; never backed.
+    pub void: u32,
+    /// No memory, and may be backed.
+    pub cold: u32,
+    /// Memory, but idle.
+    pub warm: u32,
+    /// Handed out.
+    pub used: u32,
+    /// A call about them is under way.
+    pub busy: u32,
+    /// No memory, and above the limit.
+    pub withheld: u32,
+    /// State unknown after a failure.
+    pub quarantined: u32,
+    /// Backed runs, those included that a call under way is about to unmap.
+    pub runs: u32,
+    /// Bytes of one rank that have memory or may have: warm, used, busy and quarantined pages.
+    pub mapped_bytes: u64,
+    /// Pages mapped since the start.
+    pub mapped_total: u64,
+    /// Pages unmapped since the start.
+    pub unmapped_total: u64,
+    /// Runs mapped since the start.
+    pub runs_mapped_total: u64,
+    /// Calls that mapped nothing because memory was full.
+    pub map_full_total: u64,
+    /// Calls that failed to map otherwise.
+    pub map_failed_total: u64,
+    /// Calls that failed to unmap.
+    pub unmap_failed_total: u64,
+    /// The limit in force.
+    pub limit: Limit,
+    /// [`LimitStatus::Applied`] or [`LimitStatus::Deferred`].
+    pub limit_status: LimitStatus,
+}
