@@ -1,0 +1,94 @@
+//! Owning tier over physical memory: a chunk that gives itself back.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::{Driver, VmmError};
+
+/// Physical memory of a device, given back when the value is dropped.
+///
+/// Shared as `Arc<Chunk<D>>` with each [`Reservation`](crate::Reservation) it is mapped in, so
+/// that it outlives its mappings, and so that a refused map leaves the caller its clone.
+pub struct Chunk<D: Driver> {
+    driver: Arc<D>,
+    raw: Option<D::Chunk>,
+    len: u64,
+    /// In how many places it is mapped, for devices where one is the most.
+    mappings: AtomicU32,
+}
+
+impl<D: Driver> Chunk<D> {
+    /// Obtains `len` bytes of zeroed memory, a positive multiple of the granularity.
+    ///
+    /// # Errors
+    /// [`VmmError::OutOfMemory`] if the device is full right now, or what else
+    /// [`Driver::create`] answers.
+    pub fn create(driver: &Arc<D>, len: u64) -> Result<Self, VmmError> {
+        let raw = driver.create(len)?;
+        Ok(Self {
+            driver: Arc::clone(driver),
+            raw: Some(raw),
+            len,
+            mappings: AtomicU32::new(0),
+        })
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it is mapped anywhere just now.
+    #[must_use]
+    pub fn is_mapped(&self) -> bool {
+        self.mappings.load(Ordering::Relaxed) > 0
+    }
+
+    pub(crate) fn raw(&self) -> &D::Chunk {
+        self.raw
+            .as_ref()
+            .expect("a chunk holds its memory until it is dropped")
+    }
+
+    pub(crate) fn belongs_to(&self, driver: &Arc<D>) -> bool {
+        Arc::ptr_eq(&self.driver, driver)
+    }
+
+    /// Counts one more mapping, unless there is one and one is the most.
+    ///
+    /// The count publishes no data, it only decides; hence relaxed ordering.
+    pub(crate) fn begin_mapping(&self, alias: bool) -> bool {
+        let before = self.mappings.fetch_add(1, Ordering::Relaxed);
+        if before > 0 && !alias {
+            self.end_mapping();
+            return false;
+        }
+        true
+    }
+
+    pub(crate) fn end_mapping(&self) {
+        self.mappings.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl<D: Driver> fmt::Debug for Chunk<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Chunk")
+            .field("raw", &self.raw)
+            .field("len", &self.len)
+            .field("mappings", &self.mappings)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<D: Driver> Drop for Chunk<D> {
+    fn drop(&mut self) {
+        if let Some(raw) = self.raw.take()
+            && let Err(error) = self.driver.destroy(raw)
+        {
+            tracing::error!(%error, bytes = self.len, "chunk lost until the process ends");
+        }
+    }
+}
