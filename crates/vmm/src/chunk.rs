@@ -92,3 +92,63 @@ impl<D: Driver> Drop for Chunk<D> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Call, Mock, MockConfig};
+
+    const G: u64 = 4096;
+
+    fn mock() -> Arc<Mock> {
+        Arc::new(Mock::new(MockConfig {
+            granularity: G,
+            ..MockConfig::new(4 * G)
+        }))
+    }
+
+    #[test]
+    fn memory_goes_back_when_the_last_owner_drops_it() {
+        let mock = mock();
+        let chunk = Arc::new(Chunk::create(&mock, 3 * G).unwrap());
+        let clone = Arc::clone(&chunk);
+        assert_eq!((chunk.byte_len(), mock.used_bytes()), (3 * G, 3 * G));
+
+        drop(chunk);
+        assert_eq!(mock.used_bytes(), 3 * G);
+        drop(clone);
+        assert_eq!(mock.used_bytes(), 0);
+    }
+
+    #[test]
+    fn a_full_device_is_an_answer_and_takes_nothing() {
+        let mock = mock();
+        let first = Chunk::create(&mock, 3 * G).unwrap();
+        assert_eq!(
+            Chunk::create(&mock, 2 * G).unwrap_err(),
+            VmmError::OutOfMemory { requested: 2 * G }
+        );
+        assert_eq!(mock.used_bytes(), 3 * G);
+        drop(first);
+        assert!(Chunk::create(&mock, 4 * G).is_ok());
+    }
+
+    #[test]
+    fn a_destroy_that_fails_on_drop_is_logged_not_raised() {
+        let mock = mock();
+        let chunk = Chunk::create(&mock, G).unwrap();
+        mock.fail(
+            Call::Destroy,
+            0,
+            VmmError::Driver {
+                call: "x",
+                code: 1,
+                name: "X".into(),
+            },
+        );
+
+        let errors = crate::testlog::errors_during(|| drop(chunk));
+
+        assert_eq!((errors, mock.lost_chunks()), (1, 1));
+    }
+}

@@ -49,6 +49,8 @@ mod host;
 mod mock;
 mod reservation;
 mod span;
+#[cfg(test)]
+mod testlog;
 
 pub use chunk::Chunk;
 pub use driver::{Access, AddressRange, Bytes, DeviceMemory, Driver, Properties};

@@ -216,3 +216,249 @@ impl<D: Driver> Drop for Reservation<D> {
         drop(chunks);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::{Call, Host, HostConfig, Mock, MockConfig};
+
+    const G: u64 = 4096;
+
+    fn mock(alias: bool) -> Arc<Mock> {
+        Arc::new(Mock::new(MockConfig {
+            granularity: G,
+            alias,
+            ..MockConfig::new(64 * G)
+        }))
+    }
+
+    fn chunk(mock: &Arc<Mock>, granules: u64) -> Arc<Chunk<Mock>> {
+        Arc::new(Chunk::create(mock, granules * G).unwrap())
+    }
+
+    fn broken() -> VmmError {
+        VmmError::Driver {
+            call: "scripted",
+            code: 1,
+            name: "SCRIPTED".into(),
+        }
+    }
+
+    #[test]
+    fn what_a_caller_gets_wrong_is_refused_before_the_driver_is_asked() {
+        let (mock, other) = (mock(false), mock(false));
+        let mut range = Reservation::new(Arc::clone(&mock), 8 * G).unwrap();
+        let wide = chunk(&mock, 3);
+        range
+            .map(2 * G, Arc::clone(&wide), Access::ReadWrite)
+            .unwrap();
+        let asked = mock.calls(Call::Map);
+
+        let mut refused = |offset, chunk: &Arc<Chunk<Mock>>| {
+            range
+                .map(offset, Arc::clone(chunk), Access::ReadWrite)
+                .unwrap_err()
+        };
+        let three = chunk(&mock, 3);
+        for offset in [0, 2 * G, 4 * G] {
+            // Overlaps from below, exactly, and from above.
+            assert_eq!(
+                refused(offset, &three),
+                VmmError::AlreadyMapped { offset: 2 * G }
+            );
+        }
+        assert!(matches!(
+            refused(1, &three),
+            VmmError::Misaligned { value: 1, .. }
+        ));
+        assert!(matches!(
+            refused(6 * G, &three),
+            VmmError::OutOfRange { .. }
+        ));
+        assert!(matches!(
+            refused(u64::MAX - G + 1, &three),
+            VmmError::OutOfRange { .. }
+        ));
+        assert!(matches!(
+            refused(5 * G, &wide),
+            VmmError::Contract { call: "map", .. }
+        ));
+        assert!(matches!(
+            refused(0, &chunk(&other, 1)),
+            VmmError::Contract { call: "map", .. }
+        ));
+        assert_eq!(
+            range.unmap(3 * G).unwrap_err(),
+            VmmError::NotMapped { offset: 3 * G }
+        );
+        assert_eq!(
+            range.unmap(0).unwrap_err(),
+            VmmError::NotMapped { offset: 0 }
+        );
+
+        assert_eq!((mock.calls(Call::Map), mock.calls(Call::Unmap)), (asked, 0));
+        assert_eq!(range.mappings().collect::<Vec<_>>(), [(2 * G, 3 * G)]);
+        range.map(5 * G, three, Access::ReadWrite).unwrap();
+    }
+
+    #[test]
+    fn a_chunk_is_mapped_at_two_places_only_where_the_device_can_alias() {
+        for alias in [true, false] {
+            let mock = mock(alias);
+            let mut ranges: Vec<_> = (0..2)
+                .map(|_| Reservation::new(Arc::clone(&mock), G).unwrap())
+                .collect();
+            let zero = chunk(&mock, 1);
+            ranges[0].map(0, Arc::clone(&zero), Access::Read).unwrap();
+            assert_eq!(
+                ranges[1].map(0, Arc::clone(&zero), Access::Read).is_ok(),
+                alias
+            );
+
+            // Once it is taken away it may go elsewhere.
+            ranges[0].unmap(0).unwrap();
+            assert_eq!(ranges[1].map(0, zero, Access::Read).is_ok(), !alias);
+            drop(ranges);
+            assert!(mock.violations().is_empty());
+        }
+    }
+
+    #[test]
+    fn a_failed_map_leaves_the_place_and_the_chunk_free() {
+        let mock = mock(false);
+        let mut range = Reservation::new(Arc::clone(&mock), 2 * G).unwrap();
+        let held = chunk(&mock, 1);
+        mock.fail(Call::Map, 0, broken());
+
+        assert_eq!(
+            range.map(0, Arc::clone(&held), Access::ReadWrite),
+            Err(broken())
+        );
+
+        assert_eq!(range.mappings().count(), 0);
+        assert!(!held.is_mapped());
+        range.map(0, held, Access::ReadWrite).unwrap();
+    }
+
+    #[test]
+    fn a_failed_unmap_leaves_the_mapping() {
+        let mock = mock(true);
+        let mut range = Reservation::new(Arc::clone(&mock), 2 * G).unwrap();
+        range.map(G, chunk(&mock, 1), Access::ReadWrite).unwrap();
+        mock.fail(Call::Unmap, 0, broken());
+
+        assert_eq!(range.unmap(G).unwrap_err(), broken());
+
+        assert_eq!(range.mappings().collect::<Vec<_>>(), [(G, G)]);
+        assert_eq!(range.unmap(G).unwrap().byte_len(), G);
+    }
+
+    #[test]
+    fn dropping_waits_then_unmaps_then_releases_addresses_then_destroys_chunks() {
+        let mock = mock(true);
+        let mut range = Reservation::new(Arc::clone(&mock), 8 * G).unwrap();
+        for offset in [0, 2 * G, 6 * G] {
+            range
+                .map(offset, chunk(&mock, 2), Access::ReadWrite)
+                .unwrap();
+        }
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let seen = Arc::clone(&order);
+        mock.fail_with(move |call| {
+            seen.lock().unwrap().push(call);
+            None
+        });
+
+        drop(range);
+
+        use Call::{Destroy, Release, Synchronize, Unmap};
+        let expected = [
+            Synchronize,
+            Unmap,
+            Unmap,
+            Unmap,
+            Release,
+            Destroy,
+            Destroy,
+            Destroy,
+        ];
+        assert_eq!(*order.lock().unwrap(), expected);
+        assert_eq!(
+            (mock.live_ranges(), mock.live_chunks(), mock.used_bytes()),
+            (0, 0, 0)
+        );
+        assert!(mock.violations().is_empty());
+    }
+
+    #[test]
+    fn a_chunk_that_cannot_be_unmapped_on_drop_is_neither_destroyed_nor_its_addresses_reused() {
+        let mock = mock(true);
+        let mut range = Reservation::new(Arc::clone(&mock), 8 * G).unwrap();
+        let clone = chunk(&mock, 1);
+        range.map(0, chunk(&mock, 1), Access::ReadWrite).unwrap();
+        range.map(G, Arc::clone(&clone), Access::ReadWrite).unwrap();
+        range
+            .map(2 * G, chunk(&mock, 1), Access::ReadWrite)
+            .unwrap();
+        mock.fail(Call::Unmap, 1, broken());
+        mock.fail(Call::Synchronize, 0, broken());
+
+        drop(range);
+        drop(clone);
+
+        assert_eq!(
+            (mock.live_ranges(), mock.live_mappings(), mock.live_chunks()),
+            (1, 1, 1)
+        );
+        assert_eq!(mock.calls(Call::Release), 0);
+        assert!(mock.violations().is_empty());
+    }
+
+    #[test]
+    fn failures_on_drop_are_logged_once_each_and_end_nothing() {
+        let mock = mock(true);
+        let mut range = Reservation::new(Arc::clone(&mock), 8 * G).unwrap();
+        range.map(0, chunk(&mock, 1), Access::ReadWrite).unwrap();
+        mock.fail(Call::Destroy, 0, broken());
+        mock.fail(Call::Release, 0, broken());
+
+        let errors = crate::testlog::errors_during(|| drop(range));
+
+        assert_eq!(errors, 2);
+        assert_eq!((mock.lost_ranges(), mock.lost_chunks()), (1, 1));
+        assert!(mock.violations().is_empty());
+    }
+
+    #[test]
+    fn content_goes_through_the_reservation_and_stops_at_its_end() {
+        let config = HostConfig {
+            granularity: G,
+            ..HostConfig::new(4 * G)
+        };
+        let host = Arc::new(Host::new(config).unwrap());
+        let mut range = Reservation::new(Arc::clone(&host), 4 * G).unwrap();
+        range
+            .map(
+                3 * G,
+                Arc::new(Chunk::create(&host, G).unwrap()),
+                Access::ReadWrite,
+            )
+            .unwrap();
+
+        range.write(4 * G - 2, &[1, 2]).unwrap();
+        let mut found = [0; 2];
+        range.read(4 * G - 2, &mut found).unwrap();
+
+        assert_eq!(found, [1, 2]);
+        assert!(matches!(
+            range.write(4 * G - 1, &[1, 2]),
+            Err(VmmError::OutOfRange { .. })
+        ));
+        assert!(matches!(
+            range.read(0, &mut found),
+            Err(VmmError::Fault { .. })
+        ));
+    }
+}
