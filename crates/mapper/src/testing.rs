@@ -1,0 +1,324 @@
+//! For tests of what stands above a mapper: one that backs nothing and remembers everything, and
+//! the suite that every mapper has to pass.
+//!
+//! Behind the feature `testing`; a panic here is a failed test.
+//!
+//! ```
+//! use kvcached_mapper::{Cause, MapError, Mapper, PageId, PageRun, testing::{Call, RecordingMapper}};
+//!
+//! let mapper = RecordingMapper::new(8);
+//! let run = PageRun::new(PageId(2), 3).expect("three pages");
+//! mapper.fail(Call::Map, 1, MapError::clean(Cause::OutOfMemory { at: None }));
+//!
+//! mapper.map(&[run]).expect("the fault is for the next but one");
+//! let other = PageRun::single(PageId(7)).expect("a page");
+//! assert!(mapper.map(&[other]).unwrap_err().is_full());
+//! assert_eq!(mapper.mapped(), [run]);
+//!
+//! // A duty of the caller that was not met is refused, and remembered.
+//! assert!(mapper.violations().is_empty());
+//! mapper.unmap(&[other]).unwrap_err();
+//! assert_eq!(mapper.violations().len(), 1);
+//! ```
+
+mod contract;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+pub use contract::contract;
+
+use crate::{
+    Cause, MapError, Mapper, PageRun, Readiness,
+    runs::{Record, RunSet},
+};
+
+/// Which method of a mapper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Call {
+    /// [`Mapper::map`].
+    Map,
+    /// [`Mapper::unmap`].
+    Unmap,
+}
+
+/// How often each method was called, refused calls included.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Calls {
+    /// Calls of [`Mapper::map`].
+    pub map: u64,
+    /// Calls of [`Mapper::unmap`].
+    pub unmap: u64,
+    /// Calls of [`Mapper::headroom`].
+    pub headroom: u64,
+    /// Calls of [`Mapper::ready`].
+    pub ready: u64,
+    /// Runs that [`Mapper::map`] backed.
+    pub runs_mapped: u64,
+    /// Runs that [`Mapper::unmap`] took away.
+    pub runs_unmapped: u64,
+}
+
+/// A mapper without memory: it remembers what is mapped, checks every duty of its caller, and
+/// fails on a script.
+///
+/// Calls about the same page at the same time are violations too, so a test that shares it between
+/// threads finds out whether its subject holds the pages it asks about.
+pub struct RecordingMapper {
+    state: Mutex<State>,
+}
+
+type Before = Arc<dyn Fn(Call, &[PageRun]) -> Result<(), MapError> + Send + Sync>;
+
+struct State {
+    record: Record,
+    /// Runs that a call is about at this moment.
+    under_way: RunSet,
+    memory_pages: Option<u32>,
+    readiness: Readiness,
+    faults: Vec<Fault>,
+    before: Option<Before>,
+    calls: Calls,
+    violations: Vec<Cause>,
+}
+
+/// An answer to a call still to come.
+struct Fault {
+    call: Call,
+    /// Calls of that kind that go before.
+    after: u32,
+    error: MapError,
+}
+
+impl RecordingMapper {
+    /// A mapper of a pool of `pages` pages, ready, with memory for all of them.
+    #[must_use]
+    pub fn new(pages: u32) -> Self {
+        let state = State {
+            record: Record::new(pages),
+            under_way: RunSet::default(),
+            memory_pages: None,
+            readiness: Readiness::Ready,
+            faults: Vec::new(),
+            before: None,
+            calls: Calls::default(),
+            violations: Vec::new(),
+        };
+        Self {
+            state: Mutex::new(state),
+        }
+    }
+
+    /// From now on there is memory for this many pages of the pool: mapping more is
+    /// [`Cause::OutOfMemory`]. `None` is without bound.
+    pub fn set_memory_pages(&self, pages: Option<u32>) {
+        self.state().memory_pages = pages;
+    }
+
+    /// From now on this is the answer to [`Mapper::ready`].
+    pub fn set_readiness(&self, readiness: Readiness) {
+        self.state().readiness = readiness;
+    }
+
+    /// Answers the `nth` call of that kind from now on, 0 being the next, with `error`.
+    ///
+    /// Runs of that call which `error` names uncertain are in doubt from then on: naming one again
+    /// is a violation.
+    pub fn fail(&self, call: Call, nth: u32, error: MapError) {
+        self.state().faults.push(Fault {
+            call,
+            after: nth,
+            error,
+        });
+    }
+
+    /// Forgets the faults that no call has met.
+    pub fn clear_faults(&self) {
+        self.state().faults.clear();
+    }
+
+    /// Runs `before` in every call of [`Mapper::map`] and [`Mapper::unmap`] that met its duties,
+    /// while its pages are under way and with no lock of this mapper held: to look at the subject
+    /// from inside a call, to wait there for another thread, or to fail by a rule of one's own.
+    pub fn set_before(
+        &self,
+        before: impl Fn(Call, &[PageRun]) -> Result<(), MapError> + Send + Sync + 'static,
+    ) {
+        self.state().before = Some(Arc::new(before));
+    }
+
+    /// The mapped runs in order, exactly as they were mapped.
+    #[must_use]
+    pub fn mapped(&self) -> Vec<PageRun> {
+        self.state().record.mapped.iter().collect()
+    }
+
+    /// How many pages are mapped.
+    #[must_use]
+    pub fn mapped_pages(&self) -> u32 {
+        self.state().record.mapped.pages()
+    }
+
+    /// Runs whose state a fault left unknown.
+    #[must_use]
+    pub fn in_doubt(&self) -> Vec<PageRun> {
+        self.state().record.in_doubt.iter().collect()
+    }
+
+    /// How often each method was called so far.
+    #[must_use]
+    pub fn calls(&self) -> Calls {
+        self.state().calls
+    }
+
+    /// Duties that callers did not meet, in order; each was refused.
+    #[must_use]
+    pub fn violations(&self) -> Vec<Cause> {
+        self.state().violations.clone()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state
+            .lock()
+            .expect("nothing panics while the record is locked")
+    }
+
+    fn call(&self, call: Call, runs: &[PageRun]) -> Result<(), MapError> {
+        let before = self.state().begin(call, runs)?;
+        let allowed = before.map_or(Ok(()), |before| before(call, runs));
+        self.state().end(call, runs, allowed)
+    }
+}
+
+impl State {
+    /// Checks the caller's duties and notes that `runs` are under way.
+    fn begin(&mut self, call: Call, runs: &[PageRun]) -> Result<Option<Before>, MapError> {
+        let (name, met) = match call {
+            Call::Map => ("map", self.record.check_map(runs)),
+            Call::Unmap => ("unmap", self.record.check_unmap(runs)),
+        };
+        match call {
+            Call::Map => self.calls.map += 1,
+            Call::Unmap => self.calls.unmap += 1,
+        }
+        let held = runs
+            .iter()
+            .find(|&&run| self.under_way.overlapping(run).is_some());
+        let met = match held {
+            Some(&run) => Err(MapError::clean(Cause::State {
+                call: name,
+                run,
+                found: "another call about it is under way",
+            })),
+            None => met,
+        };
+        match met {
+            Ok(()) => {
+                runs.iter().for_each(|&run| self.under_way.insert(run));
+                Ok(self.before.clone())
+            }
+            Err(error) => {
+                self.violations.push(error.cause.clone());
+                Err(error)
+            }
+        }
+    }
+
+    /// Does what was asked, unless `allowed` or a fault of the script say otherwise.
+    fn end(
+        &mut self,
+        call: Call,
+        runs: &[PageRun],
+        allowed: Result<(), MapError>,
+    ) -> Result<(), MapError> {
+        runs.iter().for_each(|&run| self.under_way.remove(run));
+        let scripted = self.next_fault(call);
+        let outcome = allowed.and(scripted).and_then(|()| match call {
+            Call::Map => self.take_memory(runs),
+            Call::Unmap => Ok(()),
+        });
+        match &outcome {
+            Err(error) => {
+                let named = error.uncertain.iter().filter(|run| runs.contains(run));
+                named.for_each(|&run| self.record.doubt(run));
+            }
+            Ok(()) if call == Call::Map => {
+                self.record.insert_all(runs);
+                self.calls.runs_mapped += runs.len() as u64;
+            }
+            Ok(()) => {
+                self.record.remove_all(runs);
+                self.calls.runs_unmapped += runs.len() as u64;
+            }
+        }
+        outcome
+    }
+
+    /// The fault that is due for this call, if any; every other comes one call nearer.
+    fn next_fault(&mut self, call: Call) -> Result<(), MapError> {
+        let due = self
+            .faults
+            .iter()
+            .position(|fault| fault.call == call && fault.after == 0);
+        let due = due.map(|index| self.faults.remove(index).error);
+        for fault in self.faults.iter_mut().filter(|fault| fault.call == call) {
+            fault.after = fault.after.saturating_sub(1);
+        }
+        due.map_or(Ok(()), Err)
+    }
+
+    /// Runs in doubt count as memory in use: that is the worst they can be.
+    fn take_memory(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        let Some(memory_pages) = self.memory_pages else {
+            return Ok(());
+        };
+        let asked: u32 = runs.iter().map(|run| run.count()).sum();
+        if self.used_pages() + asked > memory_pages {
+            return Err(MapError::clean(Cause::OutOfMemory { at: None }));
+        }
+        Ok(())
+    }
+
+    fn used_pages(&self) -> u32 {
+        self.record.mapped.pages() + self.record.in_doubt.pages()
+    }
+}
+
+impl Mapper for RecordingMapper {
+    fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.call(Call::Map, runs)
+    }
+
+    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.call(Call::Unmap, runs)
+    }
+
+    fn headroom(&self) -> Option<u32> {
+        let mut state = self.state();
+        state.calls.headroom += 1;
+        state
+            .memory_pages
+            .map(|pages| pages.saturating_sub(state.used_pages()))
+    }
+
+    fn ready(&self) -> Result<Readiness, MapError> {
+        let mut state = self.state();
+        state.calls.ready += 1;
+        Ok(state.readiness.clone())
+    }
+}
+
+impl fmt::Debug for RecordingMapper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state();
+        f.debug_struct("RecordingMapper")
+            .field("record", &state.record)
+            .field("calls", &state.calls)
+            .field("violations", &state.violations)
+            .finish_non_exhaustive()
+    }
+}
