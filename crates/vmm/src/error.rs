@@ -1,5 +1,6 @@
 //! One error for the crate: every primitive can meet the same few conditions.
 
+use nix::errno::Errno;
 use thiserror::Error;
 
 /// What a driver or a reservation answers instead of doing what was asked.
@@ -83,4 +84,15 @@ pub enum VmmError {
         /// The status by name.
         name: String,
     },
+}
+
+impl VmmError {
+    /// The system's answer to `call`.
+    pub(crate) fn from_errno(call: &'static str, errno: Errno) -> Self {
+        Self::Driver {
+            call,
+            code: i64::from(errno as i32),
+            name: format!("{errno:?}"),
+        }
+    }
 }

@@ -162,12 +162,14 @@ impl Driver for Host {
         check_len(len, self.properties.granularity)?;
         HostRange::reserve(len, self.properties.granularity).map_err(|errno| match errno {
             Errno::ENOMEM => VmmError::OutOfAddresses { requested: len },
-            _ => os_error("mmap", errno),
+            _ => VmmError::from_errno("mmap", errno),
         })
     }
 
     fn release(&self, range: HostRange) -> Result<(), VmmError> {
-        range.release().map_err(|errno| os_error("munmap", errno))
+        range
+            .release()
+            .map_err(|errno| VmmError::from_errno("munmap", errno))
     }
 
     fn create(&self, len: u64) -> Result<HostChunk, VmmError> {
@@ -183,7 +185,7 @@ impl Driver for Host {
                 .lengthen(&self.file, len)
                 .map_err(|errno| match errno {
                     Errno::ENOMEM | Errno::ENOSPC | Errno::EFBIG | Errno::EDQUOT => full,
-                    _ => os_error("ftruncate", errno),
+                    _ => VmmError::from_errno("ftruncate", errno),
                 })?,
         };
         store.used_bytes += len;
@@ -199,7 +201,7 @@ impl Driver for Host {
         // The hole gives the memory back now, and makes the next owner's bytes zero.
         let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
         fallocate(&*self.file, mode, in_file(chunk.start), in_file(chunk.len))
-            .map_err(|errno| os_error("fallocate", errno))?;
+            .map_err(|errno| VmmError::from_errno("fallocate", errno))?;
         let mut store = self.store();
         store.used_bytes -= chunk.len;
         store.free.entry(chunk.len).or_default().push(chunk.start);
@@ -232,7 +234,7 @@ impl Driver for Host {
                 Errno::ENOMEM => VmmError::OutOfMemory {
                     requested: chunk.len,
                 },
-                _ => os_error("mmap", errno),
+                _ => VmmError::from_errno("mmap", errno),
             })
     }
 
@@ -241,7 +243,7 @@ impl Driver for Host {
         range
             .place(offset, len)
             .hide()
-            .map_err(|errno| os_error("mmap", errno))
+            .map_err(|errno| VmmError::from_errno("mmap", errno))
     }
 
     fn memory(&self) -> Result<DeviceMemory, VmmError> {
@@ -410,7 +412,7 @@ fn transferred(
             address: address as u64,
         }),
         Ok(moved) => Ok(moved),
-        Err(errno) => Err(os_error(call, errno)),
+        Err(errno) => Err(VmmError::from_errno(call, errno)),
     }
 }
 
@@ -425,19 +427,12 @@ fn in_file(bytes: u64) -> i64 {
 }
 
 fn system_page_bytes() -> Result<u64, VmmError> {
-    let page = sysconf(SysconfVar::PAGE_SIZE).map_err(|errno| os_error("sysconf", errno))?;
+    let page =
+        sysconf(SysconfVar::PAGE_SIZE).map_err(|errno| VmmError::from_errno("sysconf", errno))?;
     page.and_then(|bytes| u64::try_from(bytes).ok())
         .ok_or_else(|| VmmError::Unavailable {
             reason: "the system's page size is unknown".into(),
         })
-}
-
-fn os_error(call: &'static str, errno: Errno) -> VmmError {
-    VmmError::Driver {
-        call,
-        code: i64::from(errno as i32),
-        name: format!("{errno:?}"),
-    }
 }
 
 #[cfg(test)]

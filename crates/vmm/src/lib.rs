@@ -42,6 +42,8 @@
 //! Addresses, offsets and lengths are bytes in `u64`. Offsets and lengths of mappings are
 //! multiples of [`Properties::granularity`].
 
+mod budget;
+mod capped;
 mod chunk;
 mod driver;
 mod error;
@@ -52,6 +54,8 @@ mod span;
 #[cfg(test)]
 mod testlog;
 
+pub use budget::{Budget, BudgetError};
+pub use capped::{Capped, CappedChunk};
 pub use chunk::Chunk;
 pub use driver::{Access, AddressRange, Bytes, DeviceMemory, Driver, Properties};
 pub use error::VmmError;
