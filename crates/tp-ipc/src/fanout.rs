@@ -1,0 +1,830 @@
+//! One operation over all ranks: local first, then every remote rank at once, undone everywhere if
+//! one of them cannot. No socket, no clock, no thread: what happened goes in, what to do comes out.
+//!
+//! ```text
+//! begin ─▶ local ─▶ remote ranks ─────────────────────────▶ all did it: Ok
+//!            │          └─ one refused, one got lost ─▶ undo local ─▶ undo remote ─▶ Err
+//!            └─ failed: Err, nothing was sent
+//! ```
+//!
+//! A rank is *suspect* once it is not known which pages it has: it did not answer, it broke the
+//! protocol, it could not undo. From then on no batch is begun at all.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use kvcached_mapper::{Cause, MapError, NotReady, PageRun, PeerCause, Rank, Readiness, Stage};
+
+use crate::wire::{self, Doubt, Failure, Hello, Refusal, Reply, WireError, WorkerMessage};
+use crate::{Answer, Endpoint, Operation, PROTOCOL_VERSION, Topology};
+
+/// A remote rank, by its position in the fan-out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PeerIndex(usize);
+
+/// Bytes for one remote rank.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Transmit<'a> {
+    /// For whom.
+    pub peer: PeerIndex,
+    /// One whole frame or several.
+    pub frames: &'a [u8],
+}
+
+/// Drives one [`Operation`] at a time over the ranks of a [`Topology`].
+///
+/// - [`begin`](Self::begin) starts one;
+/// - `handle_*` tells what happened;
+/// - `poll_*` gives what to do now, each thing once, until `None`;
+/// - [`poll`](Self::poll) gives the outcome, after which the next may begin.
+///
+/// An operation ends within twice its time-out of remote waiting: once for the ranks to do it, once
+/// for them to undo it.
+#[derive(Debug)]
+pub struct Fanout {
+    /// To whom it belongs; stage and rank are those of the peer that is greeted.
+    hello: Hello,
+    local: Option<LocalRank>,
+    peers: Vec<Peer>,
+    /// Of the last request.
+    sequence: u64,
+    work: Option<Work>,
+    /// The batch of the operation under way.
+    runs: Vec<PageRun>,
+    /// The request under way, the same for every rank; and the last hello. Both are reused.
+    frames: Vec<u8>,
+    greeting: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct LocalRank {
+    stage: Stage,
+    rank: Rank,
+    suspect: bool,
+}
+
+#[derive(Debug)]
+struct Peer {
+    stage: Stage,
+    rank: Rank,
+    endpoint: Endpoint,
+    link: Link,
+    turn: Turn,
+    /// Was it ever told to map or unmap? If not, it has nothing to differ in.
+    touched: bool,
+    /// Has it done the batch under way?
+    did: bool,
+}
+
+/// What is known about a rank between operations.
+#[derive(Debug, PartialEq, Eq)]
+enum Link {
+    /// Not connected, for the reason given.
+    Down(String),
+    /// Connected and welcomed.
+    Up,
+    /// Its pages are unknown. Leaving this state takes a resynchronisation.
+    Suspect,
+}
+
+/// What the operation under way wants of a rank next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    /// Nothing, or nothing more.
+    Rest,
+    /// To be connected by the caller.
+    Connect,
+    /// The caller was told to.
+    Connecting,
+    /// To be sent the hello.
+    Greet,
+    /// To say its hello.
+    Greeting,
+    /// To be sent the request.
+    Ask,
+    /// To reply.
+    Asked,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Map,
+    Unmap,
+    Ready,
+    Headroom,
+}
+
+/// The operation under way.
+#[derive(Debug)]
+struct Work {
+    kind: Kind,
+    phase: Phase,
+    timeout: Duration,
+    /// Of the phase, if it waits for other ranks.
+    deadline: Instant,
+    /// Has the local rank done the batch?
+    local_did: bool,
+    /// The gravest failure so far: broken before full, then by rank.
+    failure: Option<(bool, PeerIndex, Cause)>,
+    uncertain: BTreeSet<PageRun>,
+    missing: Vec<NotReady>,
+    headroom: Option<u32>,
+    /// Is there a rank whose headroom is not known?
+    headroom_unknown: bool,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Phase {
+    Local { polled: bool },
+    Remote,
+    UndoLocal { polled: bool },
+    UndoRemote,
+    Over(Answer),
+}
+
+impl Fanout {
+    /// A fan-out over `topology`, nothing connected yet. `hello` says to whom it belongs; its stage
+    /// and rank are replaced by those of each peer.
+    #[must_use]
+    pub fn new(hello: Hello, topology: &Topology) -> Self {
+        let local = topology.local();
+        let peers = topology.remotes().map(|(stage, rank, endpoint)| Peer {
+            stage,
+            rank,
+            endpoint: endpoint.clone(),
+            link: Link::Down("not connected yet".to_owned()),
+            turn: Turn::Rest,
+            touched: false,
+            did: false,
+        });
+        Self {
+            hello,
+            local: local.map(|(stage, rank)| LocalRank {
+                stage,
+                rank,
+                suspect: false,
+            }),
+            peers: peers.collect(),
+            sequence: 0,
+            work: None,
+            runs: Vec::new(),
+            frames: Vec::new(),
+            greeting: Vec::new(),
+        }
+    }
+
+    /// The remote ranks.
+    pub fn peers(&self) -> impl Iterator<Item = PeerIndex> + use<> {
+        (0..self.peers.len()).map(PeerIndex)
+    }
+
+    /// Where a rank listens.
+    #[must_use]
+    pub fn endpoint(&self, peer: PeerIndex) -> &Endpoint {
+        &self.peers[peer.0].endpoint
+    }
+
+    /// Stage and rank of a peer.
+    #[must_use]
+    pub fn place(&self, peer: PeerIndex) -> (Stage, Rank) {
+        (self.peers[peer.0].stage, self.peers[peer.0].rank)
+    }
+
+    /// Is the connection of this rank still of use?
+    #[must_use]
+    pub fn keeps(&self, peer: PeerIndex) -> bool {
+        let Peer { link, turn, .. } = &self.peers[peer.0];
+        *link == Link::Up || matches!(turn, Turn::Greet | Turn::Greeting)
+    }
+
+    /// Is something expected from this rank?
+    #[must_use]
+    pub fn awaits(&self, peer: PeerIndex) -> bool {
+        matches!(self.peers[peer.0].turn, Turn::Greeting | Turn::Asked)
+    }
+
+    /// Ranks of which it is not known which pages they have, the local one first.
+    pub fn suspects(&self) -> impl Iterator<Item = (Stage, Rank)> {
+        let local = self.local.iter().filter(|local| local.suspect);
+        let peers = self.peers.iter().filter(|peer| peer.link == Link::Suspect);
+        local
+            .map(|local| (local.stage, local.rank))
+            .chain(peers.map(|peer| (peer.stage, peer.rank)))
+    }
+
+    /// Starts `operation`; every wait for other ranks is bounded by `timeout`.
+    ///
+    /// # Panics
+    /// If one is under way.
+    pub fn begin(&mut self, operation: Operation<'_>, now: Instant, timeout: Duration) {
+        assert!(self.work.is_none(), "one operation at a time");
+        let (kind, runs): (Kind, &[PageRun]) = match operation {
+            Operation::Map(runs) => (Kind::Map, runs),
+            Operation::Unmap(runs) => (Kind::Unmap, runs),
+            Operation::Ready => (Kind::Ready, &[]),
+            Operation::Headroom => (Kind::Headroom, &[]),
+        };
+        self.runs.clear();
+        self.runs.extend_from_slice(runs);
+        for peer in &mut self.peers {
+            peer.did = false;
+        }
+        let nothing_to_do = kind.is_batch() && self.runs.is_empty();
+        let phase = if nothing_to_do {
+            Phase::Over(Answer::Batch(Ok(())))
+        } else if let Some(cause) = self.obstacle(kind) {
+            Phase::Over(kind.failed(cause))
+        } else {
+            Phase::Local { polled: false }
+        };
+        self.work = Some(Work {
+            kind,
+            phase,
+            timeout,
+            deadline: now + timeout,
+            local_did: false,
+            failure: None,
+            uncertain: BTreeSet::new(),
+            missing: Vec::new(),
+            headroom: None,
+            headroom_unknown: false,
+        });
+        if self.local.is_none() && self.in_phase(&Phase::Local { polled: false }) {
+            self.ask_peers(now);
+        }
+    }
+
+    /// What the local mapper is to do now. Its answer goes to [`handle_local`](Self::handle_local).
+    pub fn poll_local(&mut self) -> Option<Operation<'_>> {
+        let work = self.work.as_mut()?;
+        let kind = match &mut work.phase {
+            Phase::Local { polled } if !*polled => {
+                *polled = true;
+                work.kind
+            }
+            Phase::UndoLocal { polled } if !*polled => {
+                *polled = true;
+                work.kind.undoing()
+            }
+            _ => return None,
+        };
+        Some(kind.operation(&self.runs))
+    }
+
+    /// The local mapper did what [`poll_local`](Self::poll_local) gave.
+    ///
+    /// # Panics
+    /// If nothing was given, or the answer belongs to another kind of operation.
+    pub fn handle_local(&mut self, answer: Answer, now: Instant) {
+        let alone = self.peers.is_empty();
+        let work = self.work.as_mut().expect("an operation is under way");
+        let local = self.local.as_mut().expect("there is a local rank");
+        match (&work.phase, answer) {
+            (Phase::Local { .. }, Answer::Batch(Ok(()))) => work.local_did = true,
+            (Phase::Local { .. }, Answer::Batch(Err(error))) => {
+                // With nobody to differ from, naming the runs is enough.
+                local.suspect |= !alone && !error.uncertain.is_empty();
+                return self.finish(Answer::Batch(Err(error)));
+            }
+            (Phase::Local { .. }, Answer::Ready(Ok(Readiness::Ready))) => {}
+            (Phase::Local { .. }, Answer::Ready(Ok(Readiness::NotReady(missing)))) => {
+                work.missing.extend(missing);
+            }
+            (Phase::Local { .. }, failed @ Answer::Ready(Err(_))) => return self.finish(failed),
+            (Phase::Local { .. }, Answer::Headroom(pages)) => {
+                if pages.is_none() {
+                    return self.finish(Answer::Headroom(None));
+                }
+                work.headroom = pages;
+            }
+            (Phase::UndoLocal { .. }, Answer::Batch(undone)) => {
+                if undone.is_err() {
+                    local.suspect = true;
+                    work.uncertain.extend(&self.runs);
+                }
+                return self.undo_peers(now);
+            }
+            (phase, answer) => unreachable!("{answer:?} in {phase:?}"),
+        }
+        self.ask_peers(now);
+    }
+
+    /// A rank to connect to. The result goes to [`handle_connected`](Self::handle_connected) or
+    /// [`handle_unreachable`](Self::handle_unreachable).
+    pub fn poll_connect(&mut self) -> Option<PeerIndex> {
+        let index = self
+            .peers
+            .iter()
+            .position(|peer| peer.turn == Turn::Connect)?;
+        self.peers[index].turn = Turn::Connecting;
+        Some(PeerIndex(index))
+    }
+
+    /// A connection to the rank is there.
+    pub fn handle_connected(&mut self, peer: PeerIndex) {
+        let peer = &mut self.peers[peer.0];
+        if peer.turn == Turn::Connecting {
+            peer.turn = Turn::Greet;
+        }
+    }
+
+    /// There is no connection to be had.
+    pub fn handle_unreachable(&mut self, peer: PeerIndex, reason: String, now: Instant) {
+        if self.peers[peer.0].turn == Turn::Connecting {
+            self.miss(peer, reason);
+            self.settle(now);
+        }
+    }
+
+    /// Bytes to send. All of them can be had, and sent, before the first answer is waited for.
+    pub fn poll_transmit(&mut self) -> Option<Transmit<'_>> {
+        let due = |peer: &Peer| matches!(peer.turn, Turn::Greet | Turn::Ask);
+        let index = self.peers.iter().position(due)?;
+        let batch = self.work.as_ref().is_some_and(|work| work.kind.is_batch());
+        let peer = &mut self.peers[index];
+        if peer.turn == Turn::Greet {
+            peer.turn = Turn::Greeting;
+            self.greeting.clear();
+            let hello = Hello {
+                stage: peer.stage,
+                rank: peer.rank,
+                ..self.hello.clone()
+            };
+            wire::push_hello(&mut self.greeting, &hello);
+            return Some(Transmit {
+                peer: PeerIndex(index),
+                frames: &self.greeting,
+            });
+        }
+        peer.turn = Turn::Asked;
+        peer.touched |= batch;
+        Some(Transmit {
+            peer: PeerIndex(index),
+            frames: &self.frames,
+        })
+    }
+
+    /// A frame arrived from a rank.
+    pub fn handle_frame(&mut self, peer: PeerIndex, payload: &[u8], now: Instant) {
+        let Peer { turn, link, .. } = &self.peers[peer.0];
+        match (turn, link) {
+            (Turn::Greeting, _) => self.greeted(peer, payload),
+            (_, Link::Up) => self.heard(peer, payload),
+            // Whatever a connection that was given up still delivers.
+            _ => {}
+        }
+        self.settle(now);
+    }
+
+    /// Bytes arrived from a rank that are no frame.
+    pub fn handle_broken_frame(&mut self, peer: PeerIndex, reason: String, now: Instant) {
+        self.lose(peer, PeerCause::Protocol { reason });
+        self.settle(now);
+    }
+
+    /// The connection to a rank ended; also between operations.
+    pub fn handle_disconnect(&mut self, peer: PeerIndex, reason: String, now: Instant) {
+        self.lose(peer, PeerCause::Disconnected { reason });
+        self.settle(now);
+    }
+
+    /// When [`handle_timeout`](Self::handle_timeout) is due.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        let work = self.work.as_ref()?;
+        matches!(work.phase, Phase::Remote | Phase::UndoRemote).then_some(work.deadline)
+    }
+
+    /// Time has passed.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.poll_timeout().is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        let work = self
+            .work
+            .as_mut()
+            .expect("a time-out belongs to an operation");
+        let timeout_ms = u64::try_from(work.timeout.as_millis()).unwrap_or(u64::MAX);
+        let cause = PeerCause::TimedOut { timeout_ms };
+        for peer in self.peers() {
+            let work = self
+                .work
+                .as_mut()
+                .expect("a time-out belongs to an operation");
+            match self.peers[peer.0].turn {
+                Turn::Rest => {}
+                // A question that changes nothing: the late answer is told by its number.
+                Turn::Ask | Turn::Asked if work.kind == Kind::Ready => {
+                    self.miss(peer, cause.to_string());
+                }
+                Turn::Ask | Turn::Asked if work.kind == Kind::Headroom => {
+                    work.headroom_unknown = true;
+                    self.peers[peer.0].turn = Turn::Rest;
+                }
+                _ => self.lose(peer, cause.clone()),
+            }
+        }
+        self.settle(now);
+    }
+
+    /// The outcome, once there is one.
+    pub fn poll(&mut self) -> Option<Answer> {
+        match self.work.take()? {
+            Work {
+                phase: Phase::Over(answer),
+                ..
+            } => Some(answer),
+            unfinished => {
+                self.work = Some(unfinished);
+                None
+            }
+        }
+    }
+
+    /// Why there is no point in asking anybody.
+    fn obstacle(&self, kind: Kind) -> Option<Cause> {
+        if let Some((stage, rank)) = self.suspects().next() {
+            return Some(Cause::Diverged { stage, rank });
+        }
+        // Only the question about readiness waits for connections to come.
+        self.peers
+            .iter()
+            .filter(|_| kind != Kind::Ready)
+            .find_map(|peer| match &peer.link {
+                Link::Down(reason) => {
+                    let (endpoint, reason) = (peer.endpoint.to_string(), reason.clone());
+                    Some(peer.failure(kind.name(), PeerCause::Unreachable { endpoint, reason }))
+                }
+                Link::Up | Link::Suspect => None,
+            })
+    }
+
+    fn in_phase(&self, phase: &Phase) -> bool {
+        self.work.as_ref().is_some_and(|work| work.phase == *phase)
+    }
+
+    /// The local rank, if there is one, has done its part: now all others at once.
+    fn ask_peers(&mut self, now: Instant) {
+        let work = self.work.as_mut().expect("an operation is under way");
+        work.phase = Phase::Remote;
+        let kind = work.kind;
+        // A connection may have ended meanwhile. Then nobody is asked, and local is undone.
+        match self.obstacle(kind) {
+            Some(cause) if kind.is_batch() => {
+                let work = self.work.as_mut().expect("an operation is under way");
+                work.blame(PeerIndex(0), cause);
+                self.settle(now);
+            }
+            Some(cause) => self.finish(kind.failed(cause)),
+            None => self.address(kind, now, |_| true),
+        }
+    }
+
+    /// Sends `kind` to the peers that `chosen` names.
+    fn address(&mut self, kind: Kind, now: Instant, chosen: impl Fn(&Peer) -> bool) {
+        let work = self.work.as_mut().expect("an operation is under way");
+        work.deadline = now + work.timeout;
+        let mut anyone = false;
+        for peer in self.peers.iter_mut().filter(|peer| chosen(peer)) {
+            anyone = true;
+            peer.turn = if peer.link == Link::Up {
+                Turn::Ask
+            } else {
+                Turn::Connect
+            };
+        }
+        if anyone {
+            self.sequence += 1;
+            self.frames.clear();
+            let operation = kind.operation(&self.runs);
+            wire::push_request(
+                &mut self.frames,
+                self.hello.session,
+                self.sequence,
+                operation,
+            );
+        }
+        self.settle(now);
+    }
+
+    /// Goes on once no rank is waited for.
+    fn settle(&mut self, now: Instant) {
+        let Some(work) = &mut self.work else { return };
+        if self.peers.iter().any(|peer| peer.turn != Turn::Rest) {
+            return;
+        }
+        match work.phase {
+            Phase::Remote if work.failure.is_some() && work.local_did => {
+                work.phase = Phase::UndoLocal { polled: false };
+            }
+            Phase::Remote if work.failure.is_some() => self.undo_peers(now),
+            Phase::Remote | Phase::UndoRemote => self.conclude(),
+            Phase::Local { .. } | Phase::UndoLocal { .. } | Phase::Over(_) => {}
+        }
+    }
+
+    /// Undoes the batch on exactly the remote ranks that did it.
+    fn undo_peers(&mut self, now: Instant) {
+        let work = self.work.as_mut().expect("an operation is under way");
+        work.phase = Phase::UndoRemote;
+        let kind = work.kind.undoing();
+        if self
+            .peers
+            .iter()
+            .any(|peer| peer.did && peer.link != Link::Up)
+        {
+            // Done, and gone since: it cannot be told any more.
+            work.uncertain.extend(&self.runs);
+        }
+        self.address(kind, now, |peer| peer.did && peer.link == Link::Up);
+    }
+
+    fn conclude(&mut self) {
+        let work = self.work.as_mut().expect("an operation is under way");
+        let answer = match work.kind {
+            Kind::Map | Kind::Unmap => Answer::Batch(match work.failure.take() {
+                None => Ok(()),
+                Some((_, _, cause)) => {
+                    let uncertain = std::mem::take(&mut work.uncertain).into_iter().collect();
+                    Err(MapError { cause, uncertain })
+                }
+            }),
+            Kind::Ready if work.missing.is_empty() => Answer::Ready(Ok(Readiness::Ready)),
+            Kind::Ready => {
+                let mut missing = std::mem::take(&mut work.missing);
+                missing.sort_by_key(|missing| (missing.stage, missing.rank));
+                Answer::Ready(Ok(Readiness::NotReady(missing)))
+            }
+            Kind::Headroom if work.headroom_unknown => Answer::Headroom(None),
+            Kind::Headroom => Answer::Headroom(work.headroom),
+        };
+        work.phase = Phase::Over(answer);
+    }
+
+    /// Ends the operation before all ranks have answered.
+    fn finish(&mut self, answer: Answer) {
+        for peer in &mut self.peers {
+            peer.turn = Turn::Rest;
+        }
+        let work = self.work.as_mut().expect("an operation is under way");
+        work.phase = Phase::Over(answer);
+    }
+
+    /// A worker's hello.
+    fn greeted(&mut self, index: PeerIndex, payload: &[u8]) {
+        let peer = &mut self.peers[index.0];
+        let expected = Hello {
+            stage: peer.stage,
+            rank: peer.rank,
+            ..self.hello.clone()
+        };
+        let refusal = match wire::read_greeting(payload) {
+            Ok(Ok(hello)) if hello == expected => {
+                peer.link = Link::Up;
+                peer.turn = Turn::Ask;
+                return;
+            }
+            Ok(Err(taken @ Refusal::Taken { .. })) => return self.miss(index, taken.to_string()),
+            Ok(Err(refusal)) => refusal.to_string(),
+            Err(WireError::Version { theirs }) => Refusal::Version {
+                coordinator: PROTOCOL_VERSION,
+                worker: theirs,
+            }
+            .to_string(),
+            Ok(Ok(_)) => "it welcomed somebody else".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        // Waiting does not mend it, so there is no point in waiting for the others.
+        let reason = format!("{}: {refusal}", peer.endpoint);
+        let cause = peer.failure("join", PeerCause::Refused { reason });
+        peer.link = Link::Down(refusal);
+        self.finish(Answer::Ready(Err(MapError::clean(cause))));
+    }
+
+    /// A worker's message after its hello.
+    fn heard(&mut self, peer: PeerIndex, payload: &[u8]) {
+        let (sequence, reply) = match wire::read_message(payload) {
+            Ok(WorkerMessage::Reply { sequence, reply }) => (sequence, reply),
+            Ok(WorkerMessage::Violation { reason }) => {
+                return self.lose(peer, PeerCause::Protocol { reason });
+            }
+            Err(error) => {
+                return self.lose(
+                    peer,
+                    PeerCause::Protocol {
+                        reason: error.to_string(),
+                    },
+                );
+            }
+        };
+        if sequence > self.sequence {
+            let reason = format!("a reply to request {sequence}, which was not made");
+            return self.lose(peer, PeerCause::Protocol { reason });
+        }
+        // A late reply to an earlier request says nothing about this one.
+        if sequence == self.sequence && self.peers[peer.0].turn == Turn::Asked {
+            self.replied(peer, reply);
+        }
+    }
+
+    fn replied(&mut self, index: PeerIndex, reply: Reply) {
+        let work = self
+            .work
+            .as_mut()
+            .expect("a question belongs to an operation");
+        let peer = &mut self.peers[index.0];
+        let undoing = work.phase == Phase::UndoRemote;
+        match (work.kind, reply) {
+            (Kind::Map | Kind::Unmap, Reply::Done) => {
+                peer.did = !undoing;
+                peer.turn = Turn::Rest;
+            }
+            (Kind::Map | Kind::Unmap, Reply::Failed { .. }) if undoing => {
+                // It still has what the others have given back, or the reverse.
+                peer.turn = Turn::Rest;
+                peer.link = Link::Suspect;
+                work.uncertain.extend(&self.runs);
+            }
+            (Kind::Map | Kind::Unmap, Reply::Failed { failure, doubt }) => {
+                peer.turn = Turn::Rest;
+                if doubt != Doubt::Nothing {
+                    peer.link = Link::Suspect;
+                    work.uncertain.extend(doubted(&self.runs, &doubt));
+                }
+                let cause = peer.refusal(work.kind.name(), failure);
+                work.blame(index, cause);
+            }
+            (Kind::Ready, Reply::Ready) => peer.turn = Turn::Rest,
+            (Kind::Ready, Reply::NotReady { reason }) => self.miss(index, reason),
+            (Kind::Ready, Reply::Failed { failure, .. }) => {
+                let error = MapError::clean(peer.refusal("become ready", failure));
+                self.finish(Answer::Ready(Err(error)));
+            }
+            (Kind::Headroom, Reply::Headroom(Some(pages))) => {
+                peer.turn = Turn::Rest;
+                work.headroom = Some(work.headroom.map_or(pages, |least| least.min(pages)));
+            }
+            (Kind::Headroom, Reply::Headroom(None) | Reply::Failed { .. }) => {
+                peer.turn = Turn::Rest;
+                work.headroom_unknown = true;
+            }
+            (kind, reply) => {
+                let reason = format!("{reply:?} is no answer to {}", kind.name());
+                self.lose(index, PeerCause::Protocol { reason });
+            }
+        }
+    }
+
+    /// A rank cannot map yet; that is nothing to worry about.
+    fn miss(&mut self, index: PeerIndex, reason: String) {
+        let peer = &mut self.peers[index.0];
+        if let Link::Down(known) = &mut peer.link {
+            known.clone_from(&reason);
+        }
+        peer.turn = Turn::Rest;
+        if let Some(work) = &mut self.work {
+            let reason = format!("{}: {reason}", peer.endpoint);
+            work.missing.push(NotReady {
+                stage: peer.stage,
+                rank: peer.rank,
+                reason,
+            });
+        }
+    }
+
+    /// The connection to a rank is of no use any more, or it has not answered what must be
+    /// answered.
+    fn lose(&mut self, index: PeerIndex, cause: PeerCause) {
+        let peer = &mut self.peers[index.0];
+        if peer.link == Link::Suspect {
+            return;
+        }
+        let turn = std::mem::replace(&mut peer.turn, Turn::Rest);
+        peer.link = if peer.touched {
+            Link::Suspect
+        } else {
+            Link::Down(cause.to_string())
+        };
+        let Some(work) = &mut self.work else { return };
+        if turn == Turn::Rest {
+            return;
+        }
+        match work.kind {
+            Kind::Map | Kind::Unmap => {
+                // What was never sent was not done; anything else is unknown.
+                if turn == Turn::Asked || work.phase == Phase::UndoRemote {
+                    work.uncertain.extend(&self.runs);
+                }
+                if work.phase == Phase::Remote {
+                    let cause = peer.failure(work.kind.name(), cause);
+                    work.blame(index, cause);
+                }
+            }
+            Kind::Ready => {
+                if let PeerCause::Protocol { .. } = cause {
+                    let error = MapError::clean(peer.failure("become ready", cause));
+                    self.finish(Answer::Ready(Err(error)));
+                } else {
+                    self.miss(index, cause.to_string());
+                }
+            }
+            Kind::Headroom => work.headroom_unknown = true,
+        }
+    }
+}
+
+impl Work {
+    fn blame(&mut self, peer: PeerIndex, cause: Cause) {
+        let full = matches!(cause, Cause::OutOfMemory { .. });
+        match &self.failure {
+            Some((known_full, known, _)) if (*known_full, *known) <= (full, peer) => {}
+            _ => self.failure = Some((full, peer, cause)),
+        }
+    }
+}
+
+impl Peer {
+    fn failure(&self, call: &'static str, cause: PeerCause) -> Cause {
+        Cause::Peer {
+            stage: self.stage,
+            rank: self.rank,
+            call,
+            cause,
+        }
+    }
+
+    /// The rank's own words.
+    fn refusal(&self, call: &'static str, failure: Failure) -> Cause {
+        match failure {
+            Failure::OutOfMemory => Cause::OutOfMemory {
+                at: Some((self.stage, self.rank)),
+            },
+            Failure::State { reason } | Failure::Vmm { reason } => {
+                self.failure(call, PeerCause::Refused { reason })
+            }
+        }
+    }
+}
+
+impl Kind {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Map => "map",
+            Self::Unmap => "unmap",
+            Self::Ready => "become ready",
+            Self::Headroom => "tell its headroom",
+        }
+    }
+
+    /// The operation's answer when it cannot be done.
+    fn failed(self, cause: Cause) -> Answer {
+        match self {
+            Self::Map | Self::Unmap => Answer::Batch(Err(MapError::clean(cause))),
+            Self::Ready => Answer::Ready(Err(MapError::clean(cause))),
+            Self::Headroom => Answer::Headroom(None),
+        }
+    }
+
+    const fn is_batch(self) -> bool {
+        matches!(self, Self::Map | Self::Unmap)
+    }
+
+    /// What takes this batch back. The content of unmapped pages does not matter.
+    const fn undoing(self) -> Self {
+        match self {
+            Self::Map => Self::Unmap,
+            Self::Unmap => Self::Map,
+            other => other,
+        }
+    }
+
+    const fn operation(self, runs: &[PageRun]) -> Operation<'_> {
+        match self {
+            Self::Map => Operation::Map(runs),
+            Self::Unmap => Operation::Unmap(runs),
+            Self::Ready => Operation::Ready,
+            Self::Headroom => Operation::Headroom,
+        }
+    }
+}
+
+/// The runs of the batch that a rank named; all of them if it named anything else.
+fn doubted(batch: &[PageRun], doubt: &Doubt) -> Vec<PageRun> {
+    match doubt {
+        Doubt::Nothing => Vec::new(),
+        Doubt::Batch => batch.to_vec(),
+        Doubt::Runs(named) => {
+            let named: BTreeSet<PageRun> = named.0.iter().copied().collect();
+            let known: Vec<PageRun> = batch
+                .iter()
+                .copied()
+                .filter(|run| named.contains(run))
+                .collect();
+            if known.len() == named.len() {
+                known
+            } else {
+                batch.to_vec()
+            }
+        }
+    }
+}

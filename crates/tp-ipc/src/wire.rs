@@ -1,0 +1,808 @@
+//! What travels between the process that decides about pages and a rank, and its bytes.
+//!
+//! ```text
+//! coordinator                                   worker (one rank, several pools)
+//!   hello    magic version {instance, stage, rank, pool, geometry, session} ──▶
+//!   ◀── welcome  magic version {the same, as the worker knows it}   or  refused {both sides}
+//!   request  {session, sequence, map runs | unmap runs | ready | headroom}  ──▶
+//!   ◀── reply    {sequence, done | ready | not ready | headroom | failed}   or  violation
+//! ```
+//!
+//! Magic and version lead both hellos and never change their place, so that any two versions can
+//! tell each other apart. Pages travel, never byte offsets. What is received is checked whole
+//! before any of it is believed.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use kvcached_mapper::{Cause, MapError, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use thiserror::Error;
+
+use crate::frame::{MAX_FRAME_BYTES, push_frame};
+use crate::{Answer, InstanceName, Operation};
+
+/// Version of everything after magic and version themselves.
+pub const PROTOCOL_VERSION: u16 = 1;
+
+/// First bytes of either side.
+const MAGIC: [u8; 4] = *b"KVtp";
+
+/// Runs in one frame: ten bytes each at worst, and room for what stands around them.
+const MAX_RUNS_PER_FRAME: usize = (MAX_FRAME_BYTES - 64) / 10;
+
+/// Longest reason that a worker sends, in bytes.
+const MAX_REASON_BYTES: usize = 1024;
+
+/// One life of a coordinator. A worker answers requests only of the one that greeted it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct SessionId(pub u64);
+
+/// What two processes must agree about for the same page number to mean the same blocks: how many
+/// pages there are, and how many blocks fill one. Bytes may differ: a stage with fewer layers has
+/// smaller pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GeometryDigest {
+    pages: u32,
+    /// Blocks in a page as a reduced fraction: an explicit page size need not hold whole blocks.
+    page_bytes: u64,
+    block_bytes: u64,
+}
+
+/// The first message: who is wanted, by whom.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hello {
+    /// The engine.
+    pub instance: InstanceName,
+    /// Stage of the rank.
+    pub stage: Stage,
+    /// The rank.
+    pub rank: Rank,
+    /// The pool that this connection is about.
+    pub pool: PoolId,
+    /// Its geometry.
+    pub geometry: GeometryDigest,
+    /// The coordinator's life.
+    pub session: SessionId,
+}
+
+/// Why a worker does not serve a coordinator. Names both sides.
+#[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// Programs of different ages.
+    #[error("the coordinator speaks protocol version {coordinator}, the worker version {worker}")]
+    Version {
+        /// The coordinator's.
+        coordinator: u16,
+        /// The worker's.
+        worker: u16,
+    },
+    /// Another engine.
+    #[error("the coordinator belongs to instance {coordinator}, the worker to {worker}")]
+    Instance {
+        /// The coordinator's.
+        coordinator: String,
+        /// The worker's.
+        worker: String,
+    },
+    /// Another rank than the one that should be there.
+    #[error(
+        "the coordinator wants stage {}, rank {}, the worker is stage {}, rank {}",
+        .wanted.0, .wanted.1, .worker.0, .worker.1
+    )]
+    Place {
+        /// Stage and rank that the coordinator wants.
+        wanted: (u16, u16),
+        /// Stage and rank of the worker.
+        worker: (u16, u16),
+    },
+    /// A pool that the worker does not have.
+    #[error("the coordinator wants pool {wanted}, the worker has pools {worker:?}")]
+    Pool {
+        /// The pool that the coordinator wants.
+        wanted: u16,
+        /// Those that the worker has.
+        worker: Vec<u16>,
+    },
+    /// The same page number would mean other blocks.
+    #[error("the coordinator has {coordinator} in pool {pool}, the worker {worker}")]
+    Geometry {
+        /// The pool.
+        pool: u16,
+        /// The coordinator's.
+        coordinator: GeometryDigest,
+        /// The worker's.
+        worker: GeometryDigest,
+    },
+    /// Another coordinator is connected. The only refusal that waiting can mend.
+    #[error("another coordinator is connected to pool {pool} of the worker")]
+    Taken {
+        /// The pool.
+        pool: u16,
+    },
+    /// No hello at all.
+    #[error("the coordinator did not say hello: {reason}")]
+    NoHello {
+        /// What is wrong with what it said.
+        reason: String,
+    },
+}
+
+/// Bytes that are no message of this protocol.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// Something else listens, or speaks, there.
+    #[error("does not begin as this protocol does")]
+    Magic,
+    /// A program of another age.
+    #[error("protocol version {theirs}, this process speaks {PROTOCOL_VERSION}")]
+    Version {
+        /// The other side's version.
+        theirs: u16,
+    },
+    /// The content of a message makes no sense.
+    #[error("malformed {message}")]
+    Malformed {
+        /// Which message it should have been.
+        message: &'static str,
+    },
+}
+
+/// What a worker is told to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// Whose request it is.
+    pub session: SessionId,
+    /// Grows from one transaction to the next; the parts of a long batch share it.
+    pub sequence: u64,
+    /// What to do.
+    pub command: Command<'static>,
+}
+
+/// A command; `more` says that the same batch goes on in the next frame, and that nothing is to
+/// be done before its last part.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Command<'a> {
+    /// [`Operation::Map`].
+    Map {
+        /// The runs of this part.
+        runs: Runs<'a>,
+        /// Is it not the last part?
+        more: bool,
+    },
+    /// [`Operation::Unmap`].
+    Unmap {
+        /// The runs of this part.
+        runs: Runs<'a>,
+        /// Is it not the last part?
+        more: bool,
+    },
+    /// [`Operation::Ready`].
+    Ready,
+    /// [`Operation::Headroom`].
+    Headroom,
+}
+
+/// Page runs on the wire: pairs of first page and count, checked when they arrive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Runs<'a>(pub Cow<'a, [PageRun]>);
+
+/// What a worker says once it has greeted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum WorkerMessage {
+    /// The answer to the request with that sequence number.
+    Reply {
+        /// The request's.
+        sequence: u64,
+        /// The answer.
+        reply: Reply,
+    },
+    /// The coordinator broke the protocol. Nothing was changed, and the connection ends.
+    Violation {
+        /// How.
+        reason: String,
+    },
+}
+
+/// What a request came to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Reply {
+    /// The batch is done.
+    Done,
+    /// This rank can map.
+    Ready,
+    /// It cannot map yet.
+    NotReady {
+        /// Why.
+        reason: String,
+    },
+    /// How many more pages it could back.
+    Headroom(Option<u32>),
+    /// It was not done.
+    Failed {
+        /// Why.
+        failure: Failure,
+        /// What is now unknown.
+        doubt: Doubt,
+    },
+}
+
+/// Why a rank did not do what it was told.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum Failure {
+    /// Full right now.
+    #[error("out of device memory")]
+    OutOfMemory,
+    /// Its pages are not as the request takes them to be.
+    #[error("{reason}")]
+    State {
+        /// Its words.
+        reason: String,
+    },
+    /// Its driver, or whatever else it depends on.
+    #[error("{reason}")]
+    Vmm {
+        /// Its words.
+        reason: String,
+    },
+}
+
+/// What a rank itself does not know after a failure.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Doubt {
+    /// Everything is as before.
+    Nothing,
+    /// These runs of the batch.
+    Runs(Runs<'static>),
+    /// All runs of the batch.
+    Batch,
+}
+
+/// The hello as it travels.
+#[derive(Serialize, Deserialize)]
+struct Introduction {
+    instance: String,
+    stage: u16,
+    rank: u16,
+    pool: u16,
+    geometry: GeometryDigest,
+    session: SessionId,
+}
+
+/// The worker's hello as it travels.
+#[derive(Serialize, Deserialize)]
+enum Greeting {
+    Welcome(Introduction),
+    Refused(Refusal),
+}
+
+/// A request as it travels.
+#[derive(Serialize, Deserialize)]
+struct Envelope<'a> {
+    session: SessionId,
+    sequence: u64,
+    command: Command<'a>,
+}
+
+impl GeometryDigest {
+    /// `pages` pages of `page_bytes` in each extent, with one block every `block_stride_bytes`.
+    ///
+    /// # Panics
+    /// If a size is zero; no geometry has that.
+    #[must_use]
+    pub const fn new(pages: u32, page_bytes: u64, block_stride_bytes: u64) -> Self {
+        assert!(
+            page_bytes > 0 && block_stride_bytes > 0,
+            "pages and blocks have bytes"
+        );
+        let common = greatest_common_divisor(page_bytes, block_stride_bytes);
+        Self {
+            pages,
+            page_bytes: page_bytes / common,
+            block_bytes: block_stride_bytes / common,
+        }
+    }
+
+    /// How many pages there are, as an index into them.
+    pub(crate) const fn pages(&self) -> usize {
+        PageId(self.pages).index()
+    }
+}
+
+impl fmt::Display for GeometryDigest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} pages of {}", self.pages, self.page_bytes)?;
+        match self.block_bytes {
+            1 => write!(f, " blocks"),
+            divisor => write!(f, "/{divisor} blocks"),
+        }
+    }
+}
+
+/// Appends the coordinator's hello as a frame.
+pub fn push_hello(out: &mut Vec<u8>, hello: &Hello) {
+    push_greeting(out, &Introduction::from(hello));
+}
+
+/// Appends the worker's hello as a frame: what it is.
+pub fn push_welcome(out: &mut Vec<u8>, hello: &Hello) {
+    push_greeting(out, &Greeting::Welcome(hello.into()));
+}
+
+/// Appends the worker's hello as a frame: why it does not serve this coordinator.
+pub fn push_refusal(out: &mut Vec<u8>, refusal: &Refusal) {
+    push_greeting(out, &Greeting::Refused(refusal.clone()));
+}
+
+/// Reads a coordinator's hello.
+///
+/// # Errors
+/// [`WireError`] if it is none, or of another version.
+pub fn read_hello(payload: &[u8]) -> Result<Hello, WireError> {
+    let introduction: Introduction = read_body(read_header(payload)?, "hello")?;
+    introduction.try_into()
+}
+
+/// Reads a worker's hello.
+///
+/// # Errors
+/// [`WireError`] if it is none, or of another version.
+pub fn read_greeting(payload: &[u8]) -> Result<Result<Hello, Refusal>, WireError> {
+    match read_body(read_header(payload)?, "greeting")? {
+        Greeting::Welcome(introduction) => introduction.try_into().map(Ok),
+        Greeting::Refused(refusal) => Ok(Err(refusal)),
+    }
+}
+
+/// Appends a request: one frame, or several if its batch does not fit into one.
+pub fn push_request(
+    out: &mut Vec<u8>,
+    session: SessionId,
+    sequence: u64,
+    operation: Operation<'_>,
+) {
+    let mut push = |command: Command<'_>| {
+        push_frame(out, |payload| {
+            write(
+                payload,
+                &Envelope {
+                    session,
+                    sequence,
+                    command,
+                },
+            )
+        });
+    };
+    let parts = |runs: &[PageRun]| runs.len().div_ceil(MAX_RUNS_PER_FRAME);
+    match operation {
+        Operation::Map(runs) => {
+            for (index, part) in runs.chunks(MAX_RUNS_PER_FRAME).enumerate() {
+                push(Command::Map {
+                    runs: Runs(part.into()),
+                    more: index + 1 < parts(runs),
+                });
+            }
+        }
+        Operation::Unmap(runs) => {
+            for (index, part) in runs.chunks(MAX_RUNS_PER_FRAME).enumerate() {
+                push(Command::Unmap {
+                    runs: Runs(part.into()),
+                    more: index + 1 < parts(runs),
+                });
+            }
+        }
+        Operation::Ready => push(Command::Ready),
+        Operation::Headroom => push(Command::Headroom),
+    }
+}
+
+/// Reads a request, or one part of it.
+///
+/// # Errors
+/// [`WireError::Malformed`] if it is none.
+pub fn read_request(payload: &[u8]) -> Result<Request, WireError> {
+    let envelope: Envelope<'static> = read_body(payload, "request")?;
+    let Envelope {
+        session,
+        sequence,
+        command,
+    } = envelope;
+    Ok(Request {
+        session,
+        sequence,
+        command,
+    })
+}
+
+/// Appends what a worker says, as a frame.
+pub fn push_message(out: &mut Vec<u8>, message: &WorkerMessage) {
+    push_frame(out, |payload| write(payload, message));
+}
+
+/// Reads what a worker says.
+///
+/// # Errors
+/// [`WireError::Malformed`] if it is nothing.
+pub fn read_message(payload: &[u8]) -> Result<WorkerMessage, WireError> {
+    read_body(payload, "reply")
+}
+
+impl From<Answer> for Reply {
+    fn from(answer: Answer) -> Self {
+        match answer {
+            Answer::Batch(Ok(())) => Self::Done,
+            Answer::Ready(Ok(Readiness::Ready)) => Self::Ready,
+            Answer::Ready(Ok(Readiness::NotReady(missing))) => {
+                // Who it is, is known where the answer arrives.
+                let reasons: Vec<&str> = missing.iter().map(|m| m.reason.as_str()).collect();
+                Self::NotReady {
+                    reason: shortened(reasons.join("; ")),
+                }
+            }
+            Answer::Headroom(pages) => Self::Headroom(pages),
+            Answer::Batch(Err(error)) | Answer::Ready(Err(error)) => error.into(),
+        }
+    }
+}
+
+impl From<MapError> for Reply {
+    fn from(error: MapError) -> Self {
+        let failure = match error.cause {
+            Cause::OutOfMemory { .. } => Failure::OutOfMemory,
+            state @ Cause::State { .. } => Failure::State {
+                reason: shortened(state.to_string()),
+            },
+            other => Failure::Vmm {
+                reason: shortened(other.to_string()),
+            },
+        };
+        let doubt = match error.uncertain.len() {
+            0 => Doubt::Nothing,
+            1..=MAX_RUNS_PER_FRAME => Doubt::Runs(Runs(error.uncertain.into())),
+            _ => Doubt::Batch,
+        };
+        Self::Failed { failure, doubt }
+    }
+}
+
+impl From<&Hello> for Introduction {
+    fn from(hello: &Hello) -> Self {
+        Self {
+            instance: hello.instance.as_str().to_owned(),
+            stage: hello.stage.0,
+            rank: hello.rank.0,
+            pool: hello.pool.0,
+            geometry: hello.geometry,
+            session: hello.session,
+        }
+    }
+}
+
+impl TryFrom<Introduction> for Hello {
+    type Error = WireError;
+
+    fn try_from(introduction: Introduction) -> Result<Self, WireError> {
+        let malformed = WireError::Malformed {
+            message: "instance name",
+        };
+        let instance: InstanceName = introduction
+            .instance
+            .parse()
+            .map_err(|_| malformed.clone())?;
+        if instance.as_str() != introduction.instance {
+            return Err(malformed);
+        }
+        Ok(Self {
+            instance,
+            stage: Stage(introduction.stage),
+            rank: Rank(introduction.rank),
+            pool: PoolId(introduction.pool),
+            geometry: introduction.geometry,
+            session: introduction.session,
+        })
+    }
+}
+
+impl Serialize for Runs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.iter().map(|run| (run.first().0, run.count())))
+    }
+}
+
+impl<'de> Deserialize<'de> for Runs<'_> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let pairs: Vec<(u32, u32)> = Deserialize::deserialize(deserializer)?;
+        let run = |(first, count)| PageRun::new(PageId(first), count);
+        let runs: Option<Vec<PageRun>> = pairs.into_iter().map(run).collect();
+        let runs = runs.ok_or_else(|| serde::de::Error::custom("not a run of pages"))?;
+        Ok(Self(runs.into()))
+    }
+}
+
+fn push_greeting(out: &mut Vec<u8>, body: &impl Serialize) {
+    push_frame(out, |payload| {
+        payload.extend_from_slice(&MAGIC);
+        payload.extend_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+        write(payload, body);
+    });
+}
+
+fn read_header(payload: &[u8]) -> Result<&[u8], WireError> {
+    let (magic, rest) = payload.split_first_chunk::<4>().ok_or(WireError::Magic)?;
+    if *magic != MAGIC {
+        return Err(WireError::Magic);
+    }
+    let malformed = WireError::Malformed { message: "version" };
+    let (version, body) = rest.split_first_chunk::<2>().ok_or(malformed)?;
+    match u16::from_le_bytes(*version) {
+        PROTOCOL_VERSION => Ok(body),
+        theirs => Err(WireError::Version { theirs }),
+    }
+}
+
+fn read_body<'a, T: Deserialize<'a>>(
+    body: &'a [u8],
+    message: &'static str,
+) -> Result<T, WireError> {
+    match postcard::take_from_bytes(body) {
+        Ok((value, [])) => Ok(value),
+        _ => Err(WireError::Malformed { message }),
+    }
+}
+
+fn write(payload: &mut Vec<u8>, value: &impl Serialize) {
+    postcard::to_io(value, payload).expect("a vector takes any bytes");
+}
+
+/// A reason that fits into a frame whatever a driver had to say.
+pub(crate) fn shortened(mut reason: String) -> String {
+    if reason.len() > MAX_REASON_BYTES {
+        reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
+    }
+    reason
+}
+
+const fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+#[cfg(test)]
+mod tests {
+    use kvcached_mapper::NotReady;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::FrameDecoder;
+
+    fn hello() -> Hello {
+        Hello {
+            instance: "llama".parse().unwrap(),
+            stage: Stage(1),
+            rank: Rank(3),
+            pool: PoolId(2),
+            geometry: GeometryDigest::new(100, 2 << 20, 64 << 10),
+            session: SessionId(7),
+        }
+    }
+
+    fn run(first: u32, count: u32) -> PageRun {
+        PageRun::new(PageId(first), count).unwrap()
+    }
+
+    fn payloads(bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut decoder = FrameDecoder::default();
+        decoder.feed(bytes);
+        let mut payloads = Vec::new();
+        while let Some(payload) = decoder.next_frame().unwrap() {
+            payloads.push(payload.to_vec());
+        }
+        assert!(!decoder.is_partial());
+        payloads
+    }
+
+    fn only_payload(write: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        write(&mut bytes);
+        let mut payloads = payloads(&bytes);
+        assert_eq!(payloads.len(), 1);
+        payloads.remove(0)
+    }
+
+    #[test]
+    fn hellos_arrive_as_they_were_sent() {
+        let sent = only_payload(|out| push_hello(out, &hello()));
+        assert_eq!(read_hello(&sent), Ok(hello()));
+        let welcome = only_payload(|out| push_welcome(out, &hello()));
+        assert_eq!(read_greeting(&welcome), Ok(Ok(hello())));
+        let refusal = Refusal::Pool {
+            wanted: 3,
+            worker: vec![0, 1],
+        };
+        let refused = only_payload(|out| push_refusal(out, &refusal));
+        assert_eq!(read_greeting(&refused), Ok(Err(refusal)));
+    }
+
+    #[test]
+    fn another_version_is_told_from_the_first_bytes_whatever_follows() {
+        let mut sent = only_payload(|out| push_hello(out, &hello()));
+        sent[4..6].copy_from_slice(&9u16.to_le_bytes());
+        sent.truncate(6);
+        sent.extend_from_slice(b"whatever version nine says");
+        assert_eq!(read_hello(&sent), Err(WireError::Version { theirs: 9 }));
+        assert_eq!(read_greeting(&sent), Err(WireError::Version { theirs: 9 }));
+        assert_eq!(read_hello(b"GET / HTTP/1.1"), Err(WireError::Magic));
+        assert_eq!(read_hello(b"KV"), Err(WireError::Magic));
+        assert_eq!(
+            read_hello(b"KVtp"),
+            Err(WireError::Malformed { message: "version" })
+        );
+    }
+
+    #[test]
+    fn geometries_agree_when_a_page_number_means_the_same_blocks() {
+        let whole = GeometryDigest::new(100, 2 << 20, 64 << 10);
+        // A stage with half the layers: half the bytes, the same blocks.
+        assert_eq!(whole, GeometryDigest::new(100, 1 << 20, 32 << 10));
+        assert_ne!(whole, GeometryDigest::new(101, 2 << 20, 64 << 10));
+        assert_ne!(whole, GeometryDigest::new(100, 2 << 20, 32 << 10));
+        assert_eq!(whole.to_string(), "100 pages of 32 blocks");
+        let uneven = GeometryDigest::new(6, 2 << 20, 3 << 19);
+        assert_eq!(uneven.to_string(), "6 pages of 4/3 blocks");
+    }
+
+    #[test]
+    fn a_run_that_is_none_is_malformed() {
+        // Zero pages; and a run past the last page id.
+        for (first, count) in [(0u32, 0u32), (u32::MAX, 1), (5, u32::MAX)] {
+            let command = (SessionId(1), 1u64, 0u8, vec![(first, count)], false);
+            let payload = only_payload(|out| push_frame(out, |payload| write(payload, &command)));
+            let refused = Err(WireError::Malformed { message: "request" });
+            assert_eq!(read_request(&payload), refused, "{first} {count}");
+        }
+        // The same shape with a good run passes, so the test above tests what it says.
+        let good = (SessionId(1), 1u64, 0u8, vec![(5u32, 1u32)], false);
+        let payload = only_payload(|out| push_frame(out, |payload| write(payload, &good)));
+        assert!(read_request(&payload).is_ok());
+    }
+
+    #[test]
+    fn a_batch_too_long_for_a_frame_is_cut_into_parts_of_one_transaction() {
+        let runs: Vec<PageRun> = (0..2 * MAX_RUNS_PER_FRAME + 1)
+            .map(|i| run(u32::MAX - 2 - i as u32, 1))
+            .collect();
+        let mut bytes = Vec::new();
+        push_request(
+            &mut bytes,
+            SessionId(u64::MAX),
+            u64::MAX,
+            Operation::Map(&runs),
+        );
+        let mut gathered = Vec::new();
+        let mut mores = Vec::new();
+        for payload in payloads(&bytes) {
+            let request = read_request(&payload).unwrap();
+            assert_eq!(request.sequence, u64::MAX);
+            let Command::Map { runs, more } = request.command else {
+                panic!("{request:?}")
+            };
+            gathered.extend_from_slice(&runs.0);
+            mores.push(more);
+        }
+        assert_eq!(gathered, runs);
+        assert_eq!(mores, [true, true, false]);
+    }
+
+    #[test]
+    fn answers_become_replies_that_keep_what_the_caller_acts_on() {
+        let doubt = vec![run(1, 2)];
+        let uncertain = MapError {
+            cause: Cause::Vmm(kvcached_vmm::VmmError::NotMapped { offset: 4 }),
+            uncertain: doubt.clone(),
+        };
+        let reply: Reply = Answer::Batch(Err(uncertain)).into();
+        let reason = "no mapping begins at offset 4".to_owned();
+        assert_eq!(
+            reply,
+            Reply::Failed {
+                failure: Failure::Vmm { reason },
+                doubt: Doubt::Runs(Runs(doubt.into()))
+            }
+        );
+
+        let full = MapError::clean(Cause::OutOfMemory { at: None });
+        let reply: Reply = Answer::Batch(Err(full)).into();
+        assert_eq!(
+            reply,
+            Reply::Failed {
+                failure: Failure::OutOfMemory,
+                doubt: Doubt::Nothing
+            }
+        );
+
+        let missing = NotReady {
+            stage: Stage(9),
+            rank: Rank(9),
+            reason: "tensors are not there".to_owned(),
+        };
+        let reply: Reply = Answer::Ready(Ok(Readiness::NotReady(vec![missing]))).into();
+        assert_eq!(
+            reply,
+            Reply::NotReady {
+                reason: "tensors are not there".to_owned()
+            }
+        );
+    }
+
+    #[test]
+    fn a_reply_fits_a_frame_whatever_went_wrong() {
+        let runs: Vec<PageRun> = (0..=MAX_RUNS_PER_FRAME).map(|i| run(i as u32, 1)).collect();
+        let error = |uncertain: &[PageRun]| MapError {
+            cause: Cause::Vmm(kvcached_vmm::VmmError::Unavailable {
+                reason: "ü".repeat(4000),
+            }),
+            uncertain: uncertain.to_vec(),
+        };
+        for (uncertain, batch) in [(&runs[..], true), (&runs[1..], false)] {
+            let reply = Reply::from(error(uncertain));
+            let Reply::Failed { doubt, .. } = &reply else {
+                panic!("{reply:?}")
+            };
+            assert_eq!(*doubt == Doubt::Batch, batch);
+            let message = WorkerMessage::Reply {
+                sequence: u64::MAX,
+                reply,
+            };
+            let payload = only_payload(|out| push_message(out, &message));
+            assert_eq!(read_message(&payload), Ok(message));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn requests_arrive_as_they_were_sent(
+            pairs in prop::collection::vec((0u32..1000, 1u32..64), 1..20),
+            unmap: bool,
+            session: u64,
+            sequence: u64,
+        ) {
+            let runs: Vec<PageRun> = pairs.into_iter().map(|(f, c)| run(f, c)).collect();
+            let operation = if unmap { Operation::Unmap(&runs) } else { Operation::Map(&runs) };
+            let payload =
+                only_payload(|out| push_request(out, SessionId(session), sequence, operation));
+            let runs = Runs(runs.clone().into());
+            let command = if unmap {
+                Command::Unmap { runs, more: false }
+            } else {
+                Command::Map { runs, more: false }
+            };
+            let request = Request { session: SessionId(session), sequence, command };
+            prop_assert_eq!(read_request(&payload), Ok(request));
+        }
+
+        #[test]
+        fn garbage_is_an_error_and_never_a_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..200),
+            cut in 0usize..100,
+        ) {
+            let _ = (read_hello(&bytes), read_greeting(&bytes), read_request(&bytes));
+            let _ = read_message(&bytes);
+            let mut hello_bytes = only_payload(|out| push_hello(out, &hello()));
+            // Cut short or with something behind it, a good hello is none.
+            if cut > 0 && cut < hello_bytes.len() {
+                prop_assert!(read_hello(&hello_bytes[..cut]).is_err());
+            }
+            hello_bytes.push(0);
+            prop_assert!(read_hello(&hello_bytes).is_err());
+        }
+    }
+}
