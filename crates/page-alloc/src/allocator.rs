@@ -168,6 +168,9 @@ impl PageAllocator {
         let run = self.with_books(|books| {
             let table = &mut books.table;
             match table.state(first).expect("a pool has pages") {
+                PageState::Warm if table.available() == 0 => {
+                    Err(AllocError::Full(FullReason::Limit))
+                }
                 PageState::Warm => {
                     table.take_page(first);
                     Ok(None)
@@ -208,50 +211,28 @@ impl PageAllocator {
     /// # Errors
     /// What the mapper answered, except that it is full, which is in [`Replenished::full`].
     pub fn replenish(&self) -> Result<Replenished, MapError> {
-        let mut done = Replenished::default();
-        let (excess, warm) =
-            self.with_books(|books| (books.table.excess(), books.table.count(PageState::Warm)));
         let Reserve { min, max } = self.reserve;
-        if excess > 0 || warm > max {
-            (done.unmapped, done.more) = self.unmap_step(|table| {
-                table
-                    .excess()
-                    .max(table.count(PageState::Warm).saturating_sub(max))
-            })?;
-            return Ok(done);
-        }
-        if warm >= min {
-            return Ok(done);
-        }
-        // A hint, but enough to spare a reserve that nobody waits for a vain attempt. Asking may
-        // take long, so it is not done under the lock.
-        let headroom = self.mapper.headroom().unwrap_or(u32::MAX);
-        let mut runs = Vec::new();
-        self.with_books(|books| {
-            let table = &mut books.table;
-            let missing = min.saturating_sub(table.count(PageState::Warm));
-            done.mapped = table.begin_map(missing.min(headroom), STEP_RUNS, &mut runs);
-            if done.mapped < missing {
-                if headroom <= done.mapped {
-                    done.full = Some(FullReason::DeviceMemory);
-                } else if table.count(PageState::Cold) == 0 {
-                    done.full = Some(table.full_reason(table.available() + missing));
-                } else {
-                    done.more = true;
-                }
+        let above = |table: &PageTable| {
+            table
+                .excess()
+                .max(table.count(PageState::Warm).saturating_sub(max))
+        };
+        let (excess, warm) =
+            self.with_books(|Books { table, .. }| (above(table), table.count(PageState::Warm)));
+        if excess > 0 {
+            let (unmapped, more) = self.unmap_step(above)?;
+            if unmapped > 0 {
+                return Ok(Replenished {
+                    unmapped,
+                    more,
+                    ..Replenished::default()
+                });
             }
-        });
-        if runs.is_empty() {
-            return Ok(done);
         }
-        match self.map(&runs, Purpose::Reserve) {
-            Ok(()) => Ok(done),
-            Err(AllocError::Broken(error)) => Err(error),
-            Err(_) => Ok(Replenished {
-                full: Some(FullReason::DeviceMemory),
-                ..Replenished::default()
-            }),
+        if warm < min {
+            return self.grow_reserve();
         }
+        Ok(Replenished::default())
     }
 
     /// Gives the memory of every wholly idle run back, the reserve's too; answers how many pages.
@@ -284,7 +265,9 @@ impl PageAllocator {
     pub fn set_limit(&self, limit: Limit) -> Result<LimitStatus, LimitError> {
         let request = self.with_books(|books| {
             let request = books.limit.request(limit)?;
-            books.table.set_limit(books.limit.pages());
+            if request == Request::InForce {
+                books.table.set_limit(books.limit.pages());
+            }
             Ok(request)
         })?;
         match request {
@@ -383,6 +366,40 @@ impl PageAllocator {
             true => AllocError::Full(FullReason::DeviceMemory),
             false => AllocError::Broken(error),
         })
+    }
+
+    /// Maps pages towards the lower bound of the reserve, in one call.
+    fn grow_reserve(&self) -> Result<Replenished, MapError> {
+        // A hint, but enough to spare a reserve that nobody waits for a vain attempt. Asking may
+        // take long, so it is not done under the lock.
+        let headroom = self.mapper.headroom().unwrap_or(u32::MAX);
+        let mut done = Replenished::default();
+        let mut runs = Vec::new();
+        self.with_books(|Books { table, .. }| {
+            let missing = self
+                .reserve
+                .min
+                .saturating_sub(table.count(PageState::Warm));
+            let cold = table.count(PageState::Cold);
+            done.full = match missing {
+                _ if missing > cold => Some(table.full_reason(table.available() + missing - cold)),
+                _ if missing > headroom => Some(FullReason::DeviceMemory),
+                _ => None,
+            };
+            done.mapped = table.begin_map(missing.min(headroom), STEP_RUNS, &mut runs);
+            done.more = done.mapped < missing.min(headroom).min(cold);
+        });
+        if runs.is_empty() {
+            return Ok(done);
+        }
+        match self.map(&runs, Purpose::Reserve) {
+            Ok(()) => Ok(done),
+            Err(AllocError::Broken(error)) => Err(error),
+            Err(_) => Ok(Replenished {
+                full: Some(FullReason::DeviceMemory),
+                ..Replenished::default()
+            }),
+        }
     }
 
     /// Unmaps wholly idle runs of as many pages as `wanted` says, in one call; answers how many

@@ -127,10 +127,15 @@ impl PageTable {
             + self.count(PageState::Quarantined)
     }
 
-    /// Pages that [`take`](Self::take) and [`begin_map`](Self::begin_map) can give. The limit is
-    /// in it: a page above it is withheld, not cold.
-    pub(crate) const fn available(&self) -> u32 {
-        self.count(PageState::Warm) + self.count(PageState::Cold)
+    /// Pages that [`take`](Self::take) and [`begin_map`](Self::begin_map) may give.
+    ///
+    /// As long as no more is backed than the limit allows, cold pages keep to it already. Beyond
+    /// it, idle pages of partly used runs are warm but count only up to the limit, or a deferred
+    /// shrink might be fed for ever.
+    pub(crate) fn available(&self) -> u32 {
+        let warm = self.count(PageState::Warm);
+        let taken = self.backed() - self.leaving - warm;
+        (warm + self.count(PageState::Cold)).min(self.limit.saturating_sub(taken))
     }
 
     /// Backed pages above the limit that no call under way is about to take the memory of.

@@ -1,0 +1,330 @@
+//! Random operations with faults, one after another, and what was observed around each.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::num::NonZeroU32;
+use std::sync::{Arc, Mutex};
+
+use kvcached_mapper::{MapError, PageId, PageRun};
+use kvcached_page_alloc::{
+    AllocError, FreeError, Limit, LimitStatus, MAX_RUN, PageAllocatorConfig, PageState, PageUsage,
+    Replenished, Reserve,
+};
+use proptest::prelude::*;
+use proptest::sample::Index;
+
+use crate::support::{BUNDLE, Pool, assert_adds_up, doubtful, full, refused};
+
+#[derive(Debug, Clone)]
+pub(crate) enum Op {
+    Alloc(u32),
+    AllocFirst,
+    /// Some of the pages in use, in any order.
+    Free(Vec<Index>),
+    /// Some of the pages in use, and one more that makes the call wrong.
+    FreeWrongly(Vec<Index>, Wrong),
+    Replenish,
+    Trim,
+    Limit {
+        pages: u32,
+        part: u64,
+        revision: Revision,
+    },
+}
+
+#[derive(Debug, Clone)]
+pub(crate) enum Wrong {
+    /// A page that is not in use, if there is one.
+    NotUsed(Index),
+    /// A page outside the pool.
+    Outside(u32),
+    /// The first page of the call.
+    Twice,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Revision {
+    Newer,
+    Same,
+    Older,
+}
+
+/// What happens to a call of the mapper.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Fault {
+    None,
+    Full,
+    Refused,
+    /// The runs whose bit is set, and the first one in any case, are in doubt.
+    Doubt(u8),
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Step {
+    pub(crate) op: Op,
+    /// For the first, second, … call of the mapper during the operation; later ones succeed.
+    faults: Vec<Fault>,
+}
+
+/// What an operation answered.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    Alloc(Result<Vec<PageId>, AllocError>),
+    Free(Result<(), FreeError>),
+    Replenish(Result<Replenished, MapError>),
+    Trim(Result<u32, MapError>),
+    Limit(LimitStatus),
+}
+
+#[derive(Debug)]
+pub(crate) struct Observed {
+    pub(crate) before: PageUsage,
+    pub(crate) after: PageUsage,
+    pub(crate) outcome: Outcome,
+    /// Did a fault meet the operation?
+    pub(crate) faulty: bool,
+    /// Did the operation call [`Mapper::map`](kvcached_mapper::Mapper::map)?
+    pub(crate) mapped: bool,
+}
+
+/// A pool under random operations, and the model beside it: who was given what.
+pub(crate) struct Drive {
+    pub(crate) pool: Pool,
+    pub(crate) owned: BTreeSet<PageId>,
+    pub(crate) limit: Limit,
+    script: Arc<Mutex<Script>>,
+}
+
+#[derive(Debug, Default)]
+struct Script {
+    faults: VecDeque<Fault>,
+    met: bool,
+}
+
+pub(crate) fn config() -> impl Strategy<Value = PageAllocatorConfig> {
+    let reserve = (0u32..20, 0u32..20).prop_map(|(min, more)| Reserve {
+        min,
+        max: min + more,
+    });
+    let void = prop_oneof![
+        2 => Just(Vec::new()),
+        1 => prop::collection::vec(1u32..150, 0..40),
+    ];
+    (1u32..150, 1u32..=MAX_RUN, reserve, void).prop_map(|(pages, max_run, reserve, void)| {
+        PageAllocatorConfig {
+            void: void
+                .into_iter()
+                .filter(|&page| page < pages)
+                .map(PageId)
+                .collect(),
+            max_run: NonZeroU32::new(max_run).expect("at least one"),
+            reserve,
+            ..PageAllocatorConfig::new(pages, BUNDLE)
+        }
+    })
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let some = || prop::collection::vec(any::<Index>(), 0..80);
+    prop_oneof![
+        6 => (0u32..40).prop_map(Op::Alloc),
+        1 => (0u32..200).prop_map(Op::Alloc),
+        1 => Just(Op::AllocFirst),
+        6 => some().prop_map(Op::Free),
+        1 => (some(), wrong()).prop_map(|(pages, wrong)| Op::FreeWrongly(pages, wrong)),
+        3 => Just(Op::Replenish),
+        1 => Just(Op::Trim),
+        3 => limit(),
+    ]
+}
+
+fn wrong() -> impl Strategy<Value = Wrong> {
+    prop_oneof![
+        any::<Index>().prop_map(Wrong::NotUsed),
+        (0u32..10).prop_map(Wrong::Outside),
+        Just(Wrong::Twice),
+    ]
+}
+
+fn limit() -> impl Strategy<Value = Op> {
+    let pages = prop_oneof![1 => Just(0u32), 6 => 0u32..170];
+    let revision = prop_oneof![
+        6 => Just(Revision::Newer),
+        1 => Just(Revision::Same),
+        1 => Just(Revision::Older),
+    ];
+    (pages, prop_oneof![Just(0), 0..BUNDLE], revision).prop_map(|(pages, part, revision)| {
+        Op::Limit {
+            pages,
+            part,
+            revision,
+        }
+    })
+}
+
+fn fault() -> impl Strategy<Value = Fault> {
+    prop_oneof![
+        3 => Just(Fault::None),
+        1 => Just(Fault::Full),
+        1 => Just(Fault::Refused),
+        1 => any::<u8>().prop_map(Fault::Doubt),
+    ]
+}
+
+/// Operations, most of which meet no fault.
+pub(crate) fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let faults = prop_oneof![4 => Just(Vec::new()), 1 => prop::collection::vec(fault(), 1..4)];
+    let step = (op(), faults).prop_map(|(op, faults)| Step { op, faults });
+    prop::collection::vec(step, 1..80)
+}
+
+/// The same without any fault.
+pub(crate) fn steps_without_faults() -> impl Strategy<Value = Vec<Step>> {
+    let step = op().prop_map(|op| Step {
+        op,
+        faults: Vec::new(),
+    });
+    prop::collection::vec(step, 1..80)
+}
+
+impl Script {
+    fn next(&mut self, runs: &[PageRun]) -> Result<(), MapError> {
+        let error = match self.faults.pop_front() {
+            None | Some(Fault::None) => return Ok(()),
+            Some(Fault::Full) => full(),
+            Some(Fault::Refused) => refused(),
+            Some(Fault::Doubt(which)) => {
+                let in_doubt =
+                    |&(index, _): &(usize, &PageRun)| index == 0 || which & (1 << (index % 8)) != 0;
+                doubtful(
+                    runs.iter()
+                        .enumerate()
+                        .filter(in_doubt)
+                        .map(|(_, &run)| run)
+                        .collect(),
+                )
+            }
+        };
+        self.met = true;
+        Err(error)
+    }
+}
+
+impl Drive {
+    pub(crate) fn new(config: PageAllocatorConfig) -> Self {
+        let pool = Pool::with(config);
+        let script = Arc::new(Mutex::new(Script::default()));
+        let faults = Arc::clone(&script);
+        pool.during_calls(move |pages, _, runs| {
+            // From inside the call: nobody holds a lock, and the snapshot is whole.
+            let usage = pages.usage();
+            assert_adds_up(&usage);
+            assert!(runs.iter().all(|run| {
+                run.pages()
+                    .all(|page| pages.state(page) == Some(PageState::Busy))
+            }));
+            faults.lock().expect("no test panicked").next(runs)
+        });
+        let limit = pool.pages.limit();
+        Self {
+            pool,
+            owned: BTreeSet::new(),
+            limit,
+            script,
+        }
+    }
+
+    pub(crate) fn limit_pages(&self) -> u32 {
+        u32::try_from(self.limit.bytes / BUNDLE).expect("limits of tests are small")
+    }
+
+    pub(crate) fn step(&mut self, step: &Step) -> Observed {
+        *self.script.lock().expect("no test panicked") = Script {
+            faults: step.faults.iter().copied().collect(),
+            met: false,
+        };
+        let before = self.pool.usage();
+        let maps_before = self.pool.mapper.calls().map;
+        let outcome = self.apply(&step.op);
+        let script = std::mem::take(&mut *self.script.lock().expect("no test panicked"));
+        Observed {
+            before,
+            after: self.pool.usage(),
+            outcome,
+            faulty: script.met,
+            mapped: self.pool.mapper.calls().map > maps_before,
+        }
+    }
+
+    fn apply(&mut self, op: &Op) -> Outcome {
+        match op {
+            Op::Alloc(n) => {
+                let result = self.pool.alloc(*n);
+                self.owned.extend(result.iter().flatten());
+                Outcome::Alloc(result)
+            }
+            Op::AllocFirst => {
+                let result = self.pool.pages.alloc_first();
+                self.owned.extend(&result);
+                Outcome::Alloc(result.map(|page| vec![page]))
+            }
+            Op::Free(which) => {
+                let pages = self.pick(which);
+                let result = self.pool.pages.free(&pages);
+                self.owned.retain(|page| !pages.contains(page));
+                Outcome::Free(result)
+            }
+            Op::FreeWrongly(which, wrong) => {
+                let mut pages = self.pick(which);
+                let total = self.pool.usage().total;
+                let not_used: Vec<PageId> = (0..total)
+                    .map(PageId)
+                    .filter(|page| !self.owned.contains(page))
+                    .collect();
+                let (page, at) = match wrong {
+                    Wrong::NotUsed(which) if !not_used.is_empty() => {
+                        (*which.get(&not_used), which.index(pages.len() + 1))
+                    }
+                    Wrong::Twice if !pages.is_empty() => (pages[0], pages.len()),
+                    Wrong::Outside(beyond) => (PageId(total + beyond), pages.len()),
+                    _ => (PageId(u32::MAX), 0),
+                };
+                pages.insert(at, page);
+                Outcome::Free(self.pool.pages.free(&pages))
+            }
+            Op::Replenish => Outcome::Replenish(self.pool.pages.replenish()),
+            Op::Trim => Outcome::Trim(self.pool.pages.trim()),
+            Op::Limit {
+                pages,
+                part,
+                revision,
+            } => {
+                let revision = match revision {
+                    Revision::Newer => self.limit.revision + 1,
+                    Revision::Same => self.limit.revision,
+                    Revision::Older => self.limit.revision.saturating_sub(1),
+                };
+                let limit = Limit {
+                    bytes: u64::from(*pages) * BUNDLE + part,
+                    revision,
+                };
+                if limit.revision > self.limit.revision {
+                    self.limit = limit;
+                }
+                Outcome::Limit(self.pool.pages.set_limit(limit).expect("there is no floor"))
+            }
+        }
+    }
+
+    /// Distinct pages in use.
+    fn pick(&self, which: &[Index]) -> Vec<PageId> {
+        let mut left: Vec<PageId> = self.owned.iter().copied().collect();
+        let mut picked = Vec::new();
+        for index in which {
+            if left.is_empty() {
+                break;
+            }
+            picked.push(left.swap_remove(index.index(left.len())));
+        }
+        picked
+    }
+}
