@@ -1,0 +1,309 @@
+//! Blocks inside pages: which are taken, and which page the next ones come from.
+//!
+//! One bit per block, one small entry per page. A partly taken page hangs in the bucket of its
+//! number of free blocks, a doubly linked list through the entries, and a ladder of bits finds the
+//! next bucket that is not empty: the best fitting page costs a few steps, whatever the pool's
+//! size. Pages wholly taken and pages without a taken block hang nowhere; the latter belong to the
+//! page allocator.
+
+use kvcached_mapper::PageId;
+
+use crate::bits::{Bits, Ladder};
+use crate::{BlockId, BlockSpace, NULL_BLOCK, index};
+
+/// What is taken, and what is free on pages that are in use.
+#[derive(Debug)]
+pub(crate) struct PageBlocks {
+    space: BlockSpace,
+    taken: Bits,
+    entries: Vec<Entry>,
+    /// First page of each bucket, by number of free blocks; bucket 0 is none.
+    heads: Vec<Link>,
+    filled: Ladder,
+    /// Blocks of pages with a taken one.
+    claimed: u32,
+    /// Those of them that are free: the sum over the buckets.
+    free: u32,
+}
+
+/// The page's number plus one, so that zero is no page.
+type Link = u32;
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Entry {
+    /// Blocks taken.
+    used: u32,
+    /// The bucket it hangs in, that is its number of free blocks; 0 if in none.
+    bucket: u32,
+    next: Link,
+    prev: Link,
+}
+
+/// Blocks on their way out, page by page, and the pages that they leave empty: what it takes to
+/// finish a release, or to undo it.
+#[derive(Debug, Default)]
+pub(crate) struct Release {
+    pub(crate) shares: Vec<(PageId, u32)>,
+    pub(crate) emptied: Vec<PageId>,
+}
+
+impl PageBlocks {
+    pub(crate) fn new(space: BlockSpace) -> Self {
+        let buckets = space.max_blocks_per_page();
+        Self {
+            taken: Bits::new(space.blocks()),
+            entries: vec![Entry::default(); index(space.pages())],
+            heads: vec![0; index(buckets)],
+            filled: Ladder::new(buckets),
+            claimed: 0,
+            free: 0,
+            space,
+        }
+    }
+
+    pub(crate) const fn space(&self) -> &BlockSpace {
+        &self.space
+    }
+
+    /// Free blocks on pages that have taken ones.
+    pub(crate) const fn free(&self) -> u32 {
+        self.free
+    }
+
+    /// Taken blocks of the pool.
+    pub(crate) const fn taken(&self) -> u32 {
+        self.claimed - self.free
+    }
+
+    /// Blocks of pages that have taken ones.
+    pub(crate) const fn claimed(&self) -> u32 {
+        self.claimed
+    }
+
+    /// Taken blocks of `page`.
+    pub(crate) fn used(&self, page: PageId) -> u32 {
+        self.entries.get(page.index()).map_or(0, |entry| entry.used)
+    }
+
+    /// The page to take `n` blocks from: of those with enough free blocks the one with the fewest,
+    /// or the fullest, if none has enough. `None` if no page in use has a free block.
+    pub(crate) fn best_fit(&self, n: u32) -> Option<PageId> {
+        let bucket = self
+            .filled
+            .next_from(n)
+            .or_else(|| self.filled.next_from(1))?;
+        Some(PageId(self.heads[index(bucket)] - 1))
+    }
+
+    /// Takes up to `n` free blocks of `page`, lowest first, and says how many.
+    pub(crate) fn take(&mut self, page: PageId, n: u32, out: &mut Vec<BlockId>) -> u32 {
+        let blocks = self.space.blocks_in(page);
+        let total = blocks.end - blocks.start;
+        let entry = &mut self.entries[page.index()];
+        let taken = n.min(total - entry.used);
+        if entry.used == 0 {
+            self.claimed += total;
+            let lowest = blocks.start..blocks.start + taken;
+            self.taken.set_range(lowest.clone());
+            out.extend(lowest.map(BlockId));
+        } else {
+            self.taken
+                .claim(blocks, taken, |block| out.push(BlockId(block)));
+        }
+        entry.used += taken;
+        self.rehang(page, total);
+        taken
+    }
+
+    /// Marks `blocks` free and works out what that means for their pages, without yet hanging them
+    /// anywhere: [`finish`](Self::finish) or [`undo`](Self::undo) must follow.
+    ///
+    /// On `Err`, with the position of the first block that is not taken (or no longer, since it is
+    /// named before), nothing has changed.
+    pub(crate) fn begin_release(
+        &mut self,
+        blocks: &[BlockId],
+        release: &mut Release,
+    ) -> Result<(), usize> {
+        release.shares.clear();
+        release.emptied.clear();
+        let mut on_page = 0..0;
+        for (position, block) in blocks.iter().enumerate() {
+            if *block == NULL_BLOCK || !self.taken.clear(block.0) {
+                self.mark_taken(&blocks[..position]);
+                return Err(position);
+            }
+            // Blocks of one page mostly come one after the other: one division for all of them.
+            if !on_page.contains(&block.0) {
+                let page = self
+                    .space
+                    .page_of(block.0)
+                    .expect("a taken block lies on a page");
+                on_page = self.space.blocks_in(page);
+                release.shares.push((page, 0));
+            }
+            let (_, share) = release
+                .shares
+                .last_mut()
+                .expect("the block's page was pushed");
+            *share += 1;
+        }
+        for &(page, share) in &release.shares {
+            let entry = &mut self.entries[page.index()];
+            entry.used -= share;
+            if entry.used == 0 {
+                release.emptied.push(page);
+            }
+        }
+        Ok(())
+    }
+
+    /// Hangs the pages of a release where they now belong.
+    pub(crate) fn finish(&mut self, release: &Release) {
+        for &page in &release.emptied {
+            self.claimed -= self.space.count_in(page);
+        }
+        for &(page, _) in &release.shares {
+            let Entry { used, bucket, .. } = self.entries[page.index()];
+            if used > 0 || bucket > 0 {
+                self.rehang(page, self.space.count_in(page));
+            }
+        }
+    }
+
+    /// Takes back what [`begin_release`](Self::begin_release) did.
+    pub(crate) fn undo(&mut self, blocks: &[BlockId], release: &Release) {
+        self.mark_taken(blocks);
+        for &(page, share) in &release.shares {
+            self.entries[page.index()].used += share;
+        }
+    }
+
+    /// Taken blocks of the pool, ascending.
+    pub(crate) fn taken_blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.taken.ones(0..self.space.blocks()).map(BlockId)
+    }
+
+    fn mark_taken(&mut self, blocks: &[BlockId]) {
+        for block in blocks {
+            self.taken.set(block.0);
+        }
+    }
+
+    /// Hangs `page`, which has `total` blocks, into the bucket of its number of free ones. The only
+    /// place that changes a bucket, so that lists, ladder and sum agree.
+    fn rehang(&mut self, page: PageId, total: u32) {
+        let Entry {
+            used,
+            bucket,
+            next,
+            prev,
+        } = self.entries[page.index()];
+        let free = if used == 0 { 0 } else { total - used };
+        if free == bucket {
+            return;
+        }
+        if bucket > 0 {
+            match prev {
+                0 => self.heads[index(bucket)] = next,
+                prev => self.entries[index(prev - 1)].next = next,
+            }
+            if next > 0 {
+                self.entries[index(next - 1)].prev = prev;
+            }
+            if self.heads[index(bucket)] == 0 {
+                self.filled.remove(bucket);
+            }
+        }
+        let mut entry = Entry {
+            used,
+            bucket: free,
+            next: 0,
+            prev: 0,
+        };
+        if free > 0 {
+            entry.next = std::mem::replace(&mut self.heads[index(free)], page.0 + 1);
+            if entry.next > 0 {
+                self.entries[index(entry.next - 1)].prev = page.0 + 1;
+            }
+            self.filled.insert(free);
+        }
+        self.entries[page.index()] = entry;
+        self.free = self.free + free - bucket;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Small pages, uneven ones, ones of several words of bits, and single blocks.
+    fn spaces() -> impl Strategy<Value = BlockSpace> {
+        prop::sample::select(vec![(12, 1), (7, 3), (7, 2), (150, 1), (1, 1)]).prop_map(
+            |(page_bytes, unit_bytes)| BlockSpace::new(9, page_bytes, unit_bytes).unwrap(),
+        )
+    }
+
+    /// Takes every page whole, then frees what `freed` picks.
+    fn used(space: BlockSpace, freed: &[usize]) -> (PageBlocks, Vec<BlockId>) {
+        let mut pages = PageBlocks::new(space);
+        let mut taken = Vec::new();
+        for page in (0..pages.space().pages()).map(PageId) {
+            pages.take(page, pages.space().count_in(page), &mut taken);
+        }
+        let mut release = Release::default();
+        for &at in freed {
+            let block = taken[at % taken.len()];
+            if block != NULL_BLOCK && pages.begin_release(&[block], &mut release).is_ok() {
+                pages.finish(&release);
+            }
+        }
+        taken.retain(|block| pages.taken.test(block.0));
+        (pages, taken)
+    }
+
+    proptest! {
+        #[test]
+        fn best_fit_is_the_fullest_page_with_room_else_the_fullest(
+            space in spaces(),
+            freed in prop::collection::vec(any::<usize>(), 0..200),
+            n in 1_u32..200,
+        ) {
+            let (pages, taken) = used(space, &freed);
+            let free_on = |page: PageId| {
+                let total = pages.space.count_in(page);
+                let used = taken.iter().filter(|b| pages.space.page_of(b.0) == Some(page)).count();
+                if used == 0 { 0 } else { total - u32::try_from(used).unwrap() }
+            };
+            let free: Vec<u32> =
+                (0..9).map(|page| free_on(PageId(page))).filter(|&free| free > 0).collect();
+            let expected = free.iter().filter(|&&free| free >= n).min().or_else(|| free.iter().min());
+            prop_assert_eq!(pages.best_fit(n).map(free_on), expected.copied());
+            prop_assert_eq!(pages.free(), free.iter().sum::<u32>());
+            prop_assert_eq!(pages.taken(), u32::try_from(taken.len()).unwrap());
+        }
+
+        #[test]
+        fn a_refused_or_undone_release_leaves_no_trace(
+            space in spaces(),
+            freed in prop::collection::vec(any::<usize>(), 0..40),
+            released in prop::collection::vec(any::<prop::sample::Index>(), 1..40),
+        ) {
+            let (mut pages, taken) = used(space, &freed);
+            let before = format!("{pages:?}");
+            let mut release = Release::default();
+            let picked: Vec<BlockId> = released.iter().map(|at| *at.get(&taken)).collect();
+            let refused_at = picked.iter().enumerate().position(|(at, block)| {
+                *block == NULL_BLOCK || picked[..at].contains(block)
+            });
+            let result = pages.begin_release(&picked, &mut release);
+            prop_assert_eq!(result.err(), refused_at);
+            if result.is_ok() {
+                pages.undo(&picked, &release);
+            }
+            prop_assert_eq!(format!("{pages:?}"), before);
+        }
+    }
+}
