@@ -45,6 +45,10 @@
 mod budget;
 mod capped;
 mod chunk;
+#[cfg(feature = "conformance")]
+pub mod conformance;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod driver;
 mod error;
 mod host;
@@ -57,6 +61,8 @@ mod testlog;
 pub use budget::{Budget, BudgetError};
 pub use capped::{Capped, CappedChunk};
 pub use chunk::Chunk;
+#[cfg(feature = "cuda")]
+pub use cuda::{Cuda, CudaChunk, CudaRange};
 pub use driver::{Access, AddressRange, Bytes, DeviceMemory, Driver, Properties};
 pub use error::VmmError;
 pub use host::{Host, HostChunk, HostConfig, HostRange};

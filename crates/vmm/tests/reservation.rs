@@ -207,3 +207,52 @@ fn reservations_never_share_an_address() {
     ends.sort_unstable();
     assert!(ends.windows(2).all(|pair| pair[0].1 <= pair[1].0));
 }
+
+/// Eight threads on their own places of one range: each ends with what it left, nobody's is lost.
+#[test]
+fn threads_on_disjoint_places_end_with_exactly_what_each_left() {
+    const THREADS: u64 = 8;
+    const PLACES: u64 = 16;
+    const STEPS: u64 = 10_000;
+    let config = MockConfig {
+        granularity: G,
+        ..MockConfig::new(THREADS * PLACES * G)
+    };
+    let mock = Mock::new(config);
+    let range = mock
+        .reserve(THREADS * PLACES * G)
+        .expect("addresses suffice");
+    let left: BTreeMap<u64, _> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let (mock, range) = (&mock, &range);
+                scope.spawn(move || {
+                    let mut left = BTreeMap::new();
+                    for step in 0..STEPS {
+                        // A walk over the own places that is different in every thread.
+                        let place = (step * (2 * thread + 1) + step / 7) % PLACES;
+                        let offset = (thread * PLACES + place) * G;
+                        if let Some(chunk) = left.remove(&offset) {
+                            mock.unmap(range, offset, G).expect("mapped by this thread");
+                            mock.destroy(chunk).expect("mapped nowhere");
+                        } else {
+                            let chunk = mock.create(G).expect("there is room for all");
+                            let map = mock.map(range, offset, &chunk, Access::ReadWrite);
+                            map.expect("free in this thread's books");
+                            left.insert(offset, chunk);
+                        }
+                    }
+                    left
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .flat_map(|thread| thread.join().expect("no thread fails"))
+            .collect()
+    });
+    let expected: Vec<_> = left.keys().map(|&at| (at, G, Access::ReadWrite)).collect();
+    assert_eq!(mock.mapped(range.base()), expected);
+    assert_eq!(mock.used_bytes(), left.len() as u64 * G);
+    assert_eq!(mock.violations(), []);
+}
