@@ -22,6 +22,14 @@ use crate::{Answer, Endpoint, Operation, PROTOCOL_VERSION, Topology};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerIndex(usize);
 
+impl PeerIndex {
+    /// The position as an index into a table with one entry per peer.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self.0
+    }
+}
+
 /// Bytes for one remote rank.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Transmit<'a> {

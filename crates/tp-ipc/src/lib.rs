@@ -1,23 +1,114 @@
-//! A [`Mapper`](kvcached_mapper::Mapper) across the ranks of an engine.
+//! A [`Mapper`](kvcached_mapper::Mapper) across the ranks of an engine, which may be processes of
+//! their own. Every rank has the same pages backed, always.
 //!
-//! An engine may run as several processes, and every rank must have the same pages backed, always.
-//! [`Topology`] says where each rank is, [`wire`] what travels, [`Fanout`] what to do when one of
-//! them cannot; none of these does I/O or reads a clock.
+//! ```text
+//! Topology ── says where each rank is: in this process, or behind an Endpoint
+//! Broadcast ─▶ Fanout (decides) ─▶ frames ═ unix socket ═▶ Server ─▶ Conversation ─▶ dyn Mapper
+//!     └──────▶ dyn Mapper of the local rank, first                      (one per rank)
+//! ```
+//!
+//! - [`Broadcast`] is the mapper of the process that decides about pages; [`Server`] is a rank that
+//!   listens. Both are thin shells around [`Fanout`] and [`Conversation`], which do no I/O and read
+//!   no clock, and speak the language of [`wire`].
+//! - One operation ends on all ranks or on none. A rank of which that cannot be said is *suspect*,
+//!   and nothing more is done until it has been resynchronised.
+//! - Every wait for another process has a bound. A dead peer, a malformed frame, another user's
+//!   process are error values, and change nothing.
+//! - Nothing here knows what a page is made of.
+//!
+//! # Example
+//!
+//! Two ranks in one process: the second is served by a thread, over a real socket.
+//!
+//! ```
+//! # use std::sync::{Arc, Mutex};
+//! # use std::time::Duration;
+//! # use kvcached_mapper::{MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+//! use kvcached_tp_ipc::{
+//!     Broadcast, BroadcastConfig, Deadline, GeometryDigest, RuntimeDir, ServedPool, Server,
+//!     ServerConfig, SessionId, Topology,
+//! };
+//! # /// Remembers what it was told.
+//! # #[derive(Debug, Default)]
+//! # struct Recorder(Mutex<Vec<PageRun>>);
+//! # impl Mapper for Recorder {
+//! #     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+//! #         self.0.lock().unwrap().extend_from_slice(runs);
+//! #         Ok(())
+//! #     }
+//! #     fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+//! #         self.0.lock().unwrap().retain(|run| !runs.contains(run));
+//! #         Ok(())
+//! #     }
+//! #     fn headroom(&self) -> Option<u32> { Some(7) }
+//! #     fn ready(&self) -> Result<Readiness, MapError> { Ok(Readiness::Ready) }
+//! # }
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let temp = tempfile::tempdir()?;
+//! # let path = temp.path().join("run");
+//! # let (mapper, remote_mapper) = (Arc::new(Recorder::default()), Arc::new(Recorder::default()));
+//! let endpoints = RuntimeDir::open(&path)?.instance(&"llama-8b".parse()?)?;
+//! let (pool, geometry) = (PoolId(0), GeometryDigest::new(1000, 2 << 20, 128 << 10));
+//! let timeout = Duration::from_secs(5);
+//!
+//! // Rank 1 listens.
+//! let mut server = Server::bind(
+//!     &endpoints.endpoint(Stage(0), Rank(1)),
+//!     ServerConfig {
+//!         instance: endpoints.instance().clone(),
+//!         stage: Stage(0),
+//!         rank: Rank(1),
+//!         pools: vec![ServedPool { pool, geometry, mapper: remote_mapper.clone() }],
+//!         timeout,
+//!     },
+//! )?;
+//! let stop = server.stop_handle();
+//! let serving = std::thread::spawn(move || server.run());
+//!
+//! // Rank 0 decides.
+//! let ranks = Broadcast::connect(
+//!     BroadcastConfig {
+//!         instance: endpoints.instance().clone(),
+//!         pool,
+//!         geometry,
+//!         topology: Topology::rank0_coordinates(2, &endpoints),
+//!         session: SessionId::fresh(),
+//!         timeout,
+//!     },
+//!     Some(mapper.clone()),
+//!     Deadline::after(timeout),
+//! )?;
+//! let run = PageRun::new(PageId(3), 4).expect("four pages are a run");
+//! ranks.map(&[run])?;
+//! assert_eq!(*mapper.0.lock().unwrap(), [run]);
+//! assert_eq!(*remote_mapper.0.lock().unwrap(), [run]);
+//!
+//! stop.stop();
+//! serving.join().expect("the server does not panic")?;
+//! # Ok(())
+//! # }
+//! ```
 
+mod broadcast;
 mod conversation;
 mod fanout;
 mod frame;
 mod name;
 mod operation;
 mod runtime_dir;
+mod serve;
+mod socket;
 mod topology;
 pub mod wire;
 
+pub use broadcast::{Broadcast, BroadcastConfig, ConnectError};
 pub use conversation::{Conversation, ConversationEnd, ServedPool, ServedRank};
 pub use fanout::{Fanout, PeerIndex, Transmit};
 pub use frame::{FrameDecoder, FrameError, MAX_FRAME_BYTES, push_frame};
 pub use name::{InstanceName, NameError};
 pub use operation::{Answer, Operation};
 pub use runtime_dir::{Endpoint, EndpointDir, EndpointError, RuntimeDir, RuntimeDirError};
+pub use serve::{Server, ServerConfig, StopHandle};
+pub use socket::{BindError, Deadline, FramedListener, FramedStream, StreamError};
 pub use topology::{Place, Topology, TopologyError};
 pub use wire::{GeometryDigest, Hello, PROTOCOL_VERSION, Refusal, SessionId, WireError};

@@ -189,15 +189,13 @@ mod tests {
         runtime.instance(&instance.parse().unwrap()).unwrap()
     }
 
-    /// `s<stage>r<rank>` of the remote ranks, then the local one.
-    fn shape(topology: &Topology) -> (Vec<(u16, u16)>, Option<(u16, u16)>) {
-        (
-            topology
-                .remotes()
-                .map(|(stage, rank, _)| (stage.0, rank.0))
-                .collect(),
-            topology.local().map(|(stage, rank)| (stage.0, rank.0)),
-        )
+    /// The ranks in order as stage and rank, the local one in brackets.
+    fn shape(topology: &Topology) -> String {
+        let names = topology.places().map(|(stage, rank, place)| match place {
+            Place::Local => format!("[{}.{}]", stage.0, rank.0),
+            Place::Remote(_) => format!("{}.{}", stage.0, rank.0),
+        });
+        names.collect::<Vec<_>>().join(" ")
     }
 
     /// The ways in which engines lay out their processes, one row each.
@@ -206,64 +204,38 @@ mod tests {
         let temp = tempfile::tempdir().unwrap();
         let dir = endpoints(&temp, "llama");
         let separate = |tp, stages| Topology::separate_coordinator(tp, stages, &dir);
+        let rank0 = |tp| Topology::rank0_coordinates(tp, &dir);
         let rows = [
-            (
-                "one process does all",
-                Topology::single(),
-                vec![],
-                Some((0, 0)),
-            ),
-            (
-                "group of one in another process",
-                separate(1, 1),
-                vec![(0, 0)],
-                None,
-            ),
-            (
-                "own scheduler process",
-                separate(3, 1),
-                vec![(0, 0), (0, 1), (0, 2)],
-                None,
-            ),
-            (
-                "with stages",
-                separate(2, 2),
-                vec![(0, 0), (0, 1), (1, 0), (1, 1)],
-                None,
-            ),
+            ("one process does all", Topology::single(), "[0.0]"),
+            ("group of one in another process", separate(1, 1), "0.0"),
+            ("own scheduler process", separate(3, 1), "0.0 0.1 0.2"),
+            ("with stages", separate(2, 2), "0.0 0.1 1.0 1.1"),
             (
                 "scheduler in every rank",
                 Topology::autonomous(Stage(0), Rank(1)),
-                vec![],
-                Some((0, 1)),
+                "[0.1]",
             ),
             (
                 "scheduler in every stage",
                 Topology::autonomous(Stage(2), Rank(0)),
-                vec![],
-                Some((2, 0)),
+                "[2.0]",
             ),
-            (
-                "scheduler in rank 0",
-                Topology::rank0_coordinates(3, &dir),
-                vec![(0, 1), (0, 2)],
-                Some((0, 0)),
-            ),
-            (
-                "rank 0 alone",
-                Topology::rank0_coordinates(1, &dir),
-                vec![],
-                Some((0, 0)),
-            ),
-            (
-                "fewer than one",
-                Topology::rank0_coordinates(0, &dir),
-                vec![],
-                Some((0, 0)),
-            ),
+            ("scheduler in rank 0", rank0(3), "[0.0] 0.1 0.2"),
+            ("rank 0 alone", rank0(1), "[0.0]"),
+            ("fewer than one", rank0(0), "[0.0]"),
         ];
-        for (name, topology, remotes, local) in rows {
-            assert_eq!(shape(&topology), (remotes, local), "{name}");
+        for (name, topology, expected) in rows {
+            assert_eq!(shape(&topology), expected, "{name}");
+            let local = topology
+                .places()
+                .filter(|(.., place)| **place == Place::Local)
+                .count();
+            assert_eq!(
+                topology.remotes().count() + local,
+                topology.places().count(),
+                "{name}"
+            );
+            assert_eq!(topology.local().is_some(), local == 1, "{name}");
         }
     }
 

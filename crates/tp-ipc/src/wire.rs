@@ -370,14 +370,12 @@ pub fn push_request(
 ) {
     let mut push = |command: Command<'_>| {
         push_frame(out, |payload| {
-            write(
-                payload,
-                &Envelope {
-                    session,
-                    sequence,
-                    command,
-                },
-            )
+            let envelope = Envelope {
+                session,
+                sequence,
+                command,
+            };
+            write(payload, &envelope);
         });
     };
     let parts = |runs: &[PageRun]| runs.len().div_ceil(MAX_RUNS_PER_FRAME);
@@ -599,6 +597,10 @@ mod tests {
         PageRun::new(PageId(first), count).unwrap()
     }
 
+    fn a_frame_full() -> u32 {
+        u32::try_from(MAX_RUNS_PER_FRAME).unwrap()
+    }
+
     fn payloads(bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut decoder = FrameDecoder::default();
         decoder.feed(bytes);
@@ -677,8 +679,8 @@ mod tests {
 
     #[test]
     fn a_batch_too_long_for_a_frame_is_cut_into_parts_of_one_transaction() {
-        let runs: Vec<PageRun> = (0..2 * MAX_RUNS_PER_FRAME + 1)
-            .map(|i| run(u32::MAX - 2 - i as u32, 1))
+        let runs: Vec<PageRun> = (0..=2 * a_frame_full())
+            .map(|i| run(u32::MAX - 2 - i, 1))
             .collect();
         let mut bytes = Vec::new();
         push_request(
@@ -745,7 +747,7 @@ mod tests {
 
     #[test]
     fn a_reply_fits_a_frame_whatever_went_wrong() {
-        let runs: Vec<PageRun> = (0..=MAX_RUNS_PER_FRAME).map(|i| run(i as u32, 1)).collect();
+        let runs: Vec<PageRun> = (0..=a_frame_full()).map(|i| run(i, 1)).collect();
         let error = |uncertain: &[PageRun]| MapError {
             cause: Cause::Vmm(kvcached_vmm::VmmError::Unavailable {
                 reason: "ü".repeat(4000),

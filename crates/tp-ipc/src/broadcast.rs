@@ -1,0 +1,367 @@
+//! [`Broadcast`]: the [`Mapper`] of a pool whose ranks are in several processes. Drives a
+//! [`Fanout`] over persistent sockets and decides nothing itself.
+
+use std::hash::{BuildHasher, RandomState};
+use std::io::{self, ErrorKind};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use kvcached_mapper::{MapError, Mapper, NotReady, PageRun, PoolId, Rank, Readiness, Stage};
+use nix::poll::{PollFd, PollFlags};
+use thiserror::Error;
+
+use crate::socket::{self, Backoff, LONGEST_WAIT, Received};
+use crate::wire::Hello;
+use crate::{
+    Answer, Deadline, Fanout, FramedStream, GeometryDigest, InstanceName, Operation, PeerIndex,
+    SessionId, Topology, Transmit,
+};
+
+/// One pool over all ranks of an engine. Its calls are serial: each of them is a transaction.
+///
+/// A call waits for other ranks at most twice the time-out, once for them to do what they are told
+/// and once for them to undo it; and for the local mapper as long as that takes.
+#[derive(Debug)]
+pub struct Broadcast {
+    wires: Mutex<Wires>,
+    local: Option<Arc<dyn Mapper>>,
+    timeout: Duration,
+}
+
+/// What a [`Broadcast`] needs to know.
+#[derive(Debug, Clone)]
+pub struct BroadcastConfig {
+    /// The engine.
+    pub instance: InstanceName,
+    /// The pool.
+    pub pool: PoolId,
+    /// What its page numbers mean; every rank must agree.
+    pub geometry: GeometryDigest,
+    /// Where the ranks are.
+    pub topology: Topology,
+    /// This life of the coordinator, [`SessionId::fresh`].
+    pub session: SessionId,
+    /// Longest wait for another rank to answer one request.
+    pub timeout: Duration,
+}
+
+/// Why a [`Broadcast`] does not serve.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// Some ranks were not ready by the deadline.
+    #[error("{}", describe(.missing))]
+    NotReady {
+        /// Each of them with its endpoint and its reason.
+        missing: Vec<NotReady>,
+    },
+    /// Something that waiting does not mend, such as a rank with another geometry.
+    #[error(transparent)]
+    Broken(#[from] MapError),
+    /// The topology has a rank in this process, and no mapper was given for it.
+    #[error("{stage}, {rank} is in this process, but has no mapper")]
+    NoLocalMapper {
+        /// Stage of the rank.
+        stage: Stage,
+        /// The rank.
+        rank: Rank,
+    },
+    /// A mapper was given for a rank in this process, and the topology has none.
+    #[error("a mapper was given for this process, but no rank is here")]
+    NoLocalRank,
+}
+
+/// The fan-out and the connections that it speaks of.
+#[derive(Debug)]
+struct Wires {
+    fanout: Fanout,
+    /// One per peer of the fan-out, in its order.
+    streams: Vec<Option<FramedStream>>,
+}
+
+impl SessionId {
+    /// A number that no other life of a coordinator has.
+    #[must_use]
+    pub fn fresh() -> Self {
+        // The keys of the standard hasher are the randomness that needs no further library.
+        Self(RandomState::new().hash_one(std::process::id()))
+    }
+}
+
+impl Broadcast {
+    /// A mapper over the ranks of the topology, which are all connected, agree about the pool, and
+    /// can map. Waits for them until the deadline.
+    ///
+    /// # Errors
+    /// [`ConnectError`]; a refusal ends the wait at once.
+    pub fn connect(
+        config: BroadcastConfig,
+        local: Option<Arc<dyn Mapper>>,
+        deadline: Deadline,
+    ) -> Result<Self, ConnectError> {
+        let broadcast = Self::new(config, local)?;
+        broadcast.wait_ready(deadline)?;
+        Ok(broadcast)
+    }
+
+    /// A mapper over ranks that need not be there yet. Nothing is connected before
+    /// [`wait_ready`](Self::wait_ready) or [`ready`](Mapper::ready) is called.
+    ///
+    /// # Errors
+    /// [`ConnectError::NoLocalMapper`], [`ConnectError::NoLocalRank`].
+    pub fn new(
+        config: BroadcastConfig,
+        local: Option<Arc<dyn Mapper>>,
+    ) -> Result<Self, ConnectError> {
+        let BroadcastConfig {
+            instance,
+            pool,
+            geometry,
+            topology,
+            session,
+            timeout,
+        } = config;
+        match (topology.local(), &local) {
+            (Some((stage, rank)), None) => {
+                return Err(ConnectError::NoLocalMapper { stage, rank });
+            }
+            (None, Some(_)) => return Err(ConnectError::NoLocalRank),
+            (Some(_), Some(_)) | (None, None) => {}
+        }
+        let (stage, rank) = (Stage(0), Rank(0));
+        let fanout = Fanout::new(
+            Hello {
+                instance,
+                stage,
+                rank,
+                pool,
+                geometry,
+                session,
+            },
+            &topology,
+        );
+        let streams = fanout.peers().map(|_| None).collect();
+        let wires = Mutex::new(Wires { fanout, streams });
+        Ok(Self {
+            wires,
+            local,
+            timeout: timeout.min(LONGEST_WAIT),
+        })
+    }
+
+    /// Waits until every rank is connected and can map.
+    ///
+    /// # Errors
+    /// [`ConnectError::NotReady`] at the deadline, naming every rank that is missing;
+    /// [`ConnectError::Broken`] at once.
+    pub fn wait_ready(&self, deadline: Deadline) -> Result<(), ConnectError> {
+        let mut backoff = Backoff::default();
+        loop {
+            let timeout = self
+                .timeout
+                .min(deadline.remaining())
+                .max(Duration::from_millis(1));
+            match self.ask_ready(timeout)? {
+                Readiness::Ready => return Ok(()),
+                Readiness::NotReady(missing) => {
+                    if !backoff.pause(deadline).unwrap_or(false) {
+                        return Err(ConnectError::NotReady { missing });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ranks of which it is not known which pages they have. While there is one, no batch is
+    /// begun.
+    #[must_use]
+    pub fn suspects(&self) -> Vec<(Stage, Rank)> {
+        self.wires().fanout.suspects().collect()
+    }
+
+    fn ask_ready(&self, timeout: Duration) -> Result<Readiness, MapError> {
+        match self.perform(Operation::Ready, timeout) {
+            Answer::Ready(readiness) => readiness,
+            other => unreachable!("{other:?} is no answer about readiness"),
+        }
+    }
+
+    fn batch(&self, operation: Operation<'_>) -> Result<(), MapError> {
+        match self.perform(operation, self.timeout) {
+            Answer::Batch(result) => result,
+            other => unreachable!("{other:?} is no answer to a batch"),
+        }
+    }
+
+    fn perform(&self, operation: Operation<'_>, timeout: Duration) -> Answer {
+        self.wires()
+            .perform(self.local.as_deref(), operation, timeout)
+    }
+
+    fn wires(&self) -> MutexGuard<'_, Wires> {
+        self.wires
+            .lock()
+            .expect("no call ended in a panic amid a transaction")
+    }
+}
+
+impl Mapper for Broadcast {
+    fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.batch(Operation::Map(runs))
+    }
+
+    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.batch(Operation::Unmap(runs))
+    }
+
+    fn headroom(&self) -> Option<u32> {
+        match self.perform(Operation::Headroom, self.timeout) {
+            Answer::Headroom(pages) => pages,
+            other => unreachable!("{other:?} is no headroom"),
+        }
+    }
+
+    /// Connects to ranks that are not connected yet, without waiting for any to come.
+    fn ready(&self) -> Result<Readiness, MapError> {
+        self.ask_ready(self.timeout)
+    }
+}
+
+impl Wires {
+    fn perform(
+        &mut self,
+        local: Option<&dyn Mapper>,
+        operation: Operation<'_>,
+        timeout: Duration,
+    ) -> Answer {
+        let suspects: Vec<(Stage, Rank)> = self.fanout.suspects().collect();
+        if self.streams.iter().any(Option::is_some) {
+            // A rank that died meanwhile is better noticed before anything is done anywhere.
+            self.exchange(|_, _| true, Some(socket::now()));
+        }
+        self.fanout.begin(operation, socket::now(), timeout);
+        let answer = loop {
+            if let Some(operation) = self.fanout.poll_local() {
+                let local = local.expect("a topology with a local rank comes with a mapper");
+                let answer = operation.perform(local);
+                self.fanout.handle_local(answer, socket::now());
+            }
+            while let Some(peer) = self.fanout.poll_connect() {
+                self.connect(peer);
+            }
+            while let Some(Transmit { peer, frames }) = self.fanout.poll_transmit() {
+                let stream = self.streams[peer.index()].as_mut();
+                let sent = stream.map_or_else(
+                    || Err(ErrorKind::NotConnected.into()),
+                    |stream| stream.transmit(frames),
+                );
+                if let Err(e) = sent {
+                    self.fanout
+                        .handle_disconnect(peer, e.to_string(), socket::now());
+                }
+            }
+            if let Some(answer) = self.fanout.poll() {
+                break answer;
+            }
+            let until = self.fanout.poll_timeout();
+            self.exchange(Fanout::awaits, until);
+            self.fanout.handle_timeout(socket::now());
+        };
+        for peer in self.fanout.peers() {
+            if !self.fanout.keeps(peer) {
+                self.streams[peer.index()] = None;
+            }
+        }
+        for (stage, rank) in self
+            .fanout
+            .suspects()
+            .filter(|place| !suspects.contains(place))
+        {
+            tracing::warn!(
+                stage = stage.0,
+                rank = rank.0,
+                "it is unknown which pages a rank has"
+            );
+        }
+        answer
+    }
+
+    fn connect(&mut self, peer: PeerIndex) {
+        match FramedStream::try_connect(self.fanout.endpoint(peer)) {
+            Ok(stream) => {
+                self.streams[peer.index()] = Some(stream);
+                self.fanout.handle_connected(peer);
+            }
+            Err(e) => self
+                .fanout
+                .handle_unreachable(peer, e.to_string(), socket::now()),
+        }
+    }
+
+    /// Waits until one of the chosen peers has something to say or takes more, and lets it.
+    fn exchange(&mut self, chosen: impl Fn(&Fanout, PeerIndex) -> bool, until: Option<Instant>) {
+        let mut peers = Vec::with_capacity(self.streams.len());
+        let mut fds = Vec::with_capacity(self.streams.len());
+        for (peer, slot) in self.fanout.peers().zip(&self.streams) {
+            let Some(stream) = slot.as_ref().filter(|_| chosen(&self.fanout, peer)) else {
+                continue;
+            };
+            let mut events = PollFlags::POLLIN;
+            events.set(PollFlags::POLLOUT, stream.wants_to_send());
+            peers.push(peer);
+            fds.push(PollFd::new(stream.as_fd(), events));
+        }
+        let waited = socket::wait(&mut fds, until);
+        let happened: Vec<PollFlags> = fds
+            .iter()
+            .map(|fd| fd.revents().unwrap_or(PollFlags::empty()))
+            .collect();
+        for (peer, events) in peers.into_iter().zip(happened) {
+            if let Err(e) = &waited {
+                // Without poll there is no telling when anybody answers.
+                self.fanout
+                    .handle_disconnect(peer, e.to_string(), socket::now());
+            } else if !events.is_empty() {
+                self.attend(peer, events);
+            }
+        }
+    }
+
+    fn attend(&mut self, peer: PeerIndex, events: PollFlags) {
+        let stream = self.streams[peer.index()]
+            .as_mut()
+            .expect("only connected peers are polled");
+        let now = socket::now();
+        let ended = match take_in(stream, events) {
+            Ok(Received::Ended) => Some("closed by the worker".to_owned()),
+            Ok(Received::Bytes | Received::Nothing) => None,
+            Err(e) => Some(e.to_string()),
+        };
+        loop {
+            match stream.next_frame() {
+                Ok(Some(payload)) => self.fanout.handle_frame(peer, payload, now),
+                Ok(None) => break,
+                Err(e) => return self.fanout.handle_broken_frame(peer, e.to_string(), now),
+            }
+        }
+        if let Some(reason) = ended {
+            self.fanout.handle_disconnect(peer, reason, now);
+        }
+    }
+}
+
+fn take_in(stream: &mut FramedStream, events: PollFlags) -> io::Result<Received> {
+    if events.contains(PollFlags::POLLOUT) {
+        stream.flush()?;
+    }
+    if events.intersects(PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR) {
+        return stream.receive();
+    }
+    Ok(Received::Nothing)
+}
+
+fn describe(missing: &[NotReady]) -> String {
+    let reasons: Vec<String> = missing.iter().map(ToString::to_string).collect();
+    reasons.join("; ")
+}

@@ -1,0 +1,268 @@
+//! [`Server`]: one rank that listens and does what its coordinator tells it. One thread, one
+//! `poll` loop; the conversation itself is [`Conversation`]'s.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvcached_mapper::{Rank, Stage};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use crate::socket::{self, LONGEST_WAIT, Received};
+use crate::{
+    BindError, Conversation, Endpoint, FramedListener, FramedStream, InstanceName, ServedPool,
+    ServedRank,
+};
+
+/// Connections served at once; further ones wait to be accepted.
+const MAX_CONNECTIONS: usize = 128;
+
+/// How long a server that has run out of descriptors accepts nobody.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// What a [`Server`] needs to know.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// The engine.
+    pub instance: InstanceName,
+    /// Stage of the rank.
+    pub stage: Stage,
+    /// The rank.
+    pub rank: Rank,
+    /// Its pools.
+    pub pools: Vec<ServedPool>,
+    /// How long a client may take to finish what it began: a hello, a frame, a batch in parts, the
+    /// reading of a reply. Between requests it may be silent for ever.
+    pub timeout: Duration,
+}
+
+/// A rank that listens at an endpoint. Dropped, it takes its socket away.
+///
+/// When a coordinator disconnects, what it has mapped stays mapped.
+#[derive(Debug)]
+pub struct Server {
+    listener: FramedListener,
+    rank: ServedRank,
+    connections: Vec<Connection>,
+    stop: Arc<EventFd>,
+    timeout: Duration,
+    /// Until when nobody is accepted, after accepting has failed.
+    paused: Option<Instant>,
+}
+
+/// Ends a [`Server`] from any thread.
+#[derive(Debug, Clone)]
+pub struct StopHandle(Arc<EventFd>);
+
+#[derive(Debug)]
+struct Connection {
+    stream: FramedStream,
+    conversation: Conversation,
+    replies: Vec<u8>,
+    /// The conversation is over; the connection ends once the last words are sent.
+    over: bool,
+    /// By when the client must have finished what it began.
+    deadline: Option<Instant>,
+}
+
+impl Server {
+    /// Listens at `endpoint`.
+    ///
+    /// # Errors
+    /// [`BindError`]; a socket left by a dead process is replaced, that of a live one is not.
+    pub fn bind(endpoint: &Endpoint, config: ServerConfig) -> Result<Self, BindError> {
+        let ServerConfig {
+            instance,
+            stage,
+            rank,
+            pools,
+            timeout,
+        } = config;
+        let stop =
+            EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|e| {
+                BindError::Io {
+                    endpoint: endpoint.clone(),
+                    source: e.into(),
+                }
+            })?;
+        Ok(Self {
+            listener: FramedListener::bind(endpoint)?,
+            rank: ServedRank::new(instance, stage, rank, pools),
+            connections: Vec::new(),
+            stop: Arc::new(stop),
+            timeout: timeout.min(LONGEST_WAIT),
+            paused: None,
+        })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn endpoint(&self) -> &Endpoint {
+        self.listener.endpoint()
+    }
+
+    /// A handle that ends [`run`](Self::run), before or while it runs.
+    #[must_use]
+    pub fn stop_handle(&self) -> StopHandle {
+        StopHandle(Arc::clone(&self.stop))
+    }
+
+    /// Serves until it is stopped. A request that is being done is finished first.
+    ///
+    /// # Errors
+    /// Only if the system's `poll` fails; no client can end it.
+    pub fn run(&mut self) -> io::Result<()> {
+        loop {
+            let (stop, newcomers, events) = self.wait()?;
+            if stop {
+                return Ok(());
+            }
+            let now = socket::now();
+            let (rank, timeout) = (&mut self.rank, self.timeout);
+            let mut events = events.into_iter();
+            self.connections.retain_mut(|connection| {
+                let events = events.next().unwrap_or(PollFlags::empty());
+                let goes_on = connection.attend(rank, events, now, timeout);
+                if !goes_on {
+                    std::mem::take(&mut connection.conversation).end(rank);
+                }
+                goes_on
+            });
+            if newcomers {
+                self.accept();
+            }
+        }
+    }
+
+    /// Waits for something to happen: to the stop handle, the listener, each connection.
+    fn wait(&mut self) -> io::Result<(bool, bool, Vec<PollFlags>)> {
+        self.paused = self.paused.filter(|until| *until > socket::now());
+        let accepting = self.paused.is_none() && self.connections.len() < MAX_CONNECTIONS;
+        let mut fds = Vec::with_capacity(2 + self.connections.len());
+        fds.push(PollFd::new(self.stop.as_fd(), PollFlags::POLLIN));
+        let listening = if accepting {
+            PollFlags::POLLIN
+        } else {
+            PollFlags::empty()
+        };
+        fds.push(PollFd::new(self.listener.as_fd(), listening));
+        for connection in &self.connections {
+            // Who does not read its reply is not read from either.
+            let sending = connection.stream.wants_to_send();
+            let interest = if sending {
+                PollFlags::POLLOUT
+            } else {
+                PollFlags::POLLIN
+            };
+            fds.push(PollFd::new(connection.stream.as_fd(), interest));
+        }
+        let deadlines = self
+            .connections
+            .iter()
+            .filter_map(|connection| connection.deadline);
+        socket::wait(&mut fds, deadlines.chain(self.paused).min())?;
+        let mut happened = fds
+            .iter()
+            .map(|fd| fd.revents().unwrap_or(PollFlags::empty()))
+            .collect::<Vec<_>>();
+        let events = happened.split_off(2);
+        Ok((!happened[0].is_empty(), !happened[1].is_empty(), events))
+    }
+
+    fn accept(&mut self) {
+        while self.connections.len() < MAX_CONNECTIONS {
+            match self.listener.try_accept() {
+                Ok(Some(stream)) => self.connections.push(Connection {
+                    stream,
+                    conversation: Conversation::default(),
+                    replies: Vec::new(),
+                    over: false,
+                    deadline: Some(socket::now() + self.timeout),
+                }),
+                Ok(None) => return,
+                Err(e) => {
+                    // Out of descriptors, most likely: trying again at once would only burn time.
+                    tracing::warn!(endpoint = %self.listener.endpoint(), error = %e, "cannot accept");
+                    self.paused = Some(socket::now() + ACCEPT_PAUSE);
+                    return;
+                }
+            }
+        }
+    }
+}
+
+impl StopHandle {
+    /// Ends the server; once is enough, more does no harm.
+    pub fn stop(&self) {
+        match self.0.write(1) {
+            // A counter that is full has been written to before.
+            Ok(_) | Err(Errno::EAGAIN) => {}
+            Err(e) => tracing::warn!(error = %e, "cannot stop the server"),
+        }
+    }
+}
+
+impl Connection {
+    /// Goes on with what happened; `false` once the connection is of no more use.
+    fn attend(
+        &mut self,
+        rank: &mut ServedRank,
+        events: PollFlags,
+        now: Instant,
+        timeout: Duration,
+    ) -> bool {
+        if events.is_empty() {
+            let late = self.deadline.is_some_and(|deadline| deadline <= now);
+            if late {
+                tracing::warn!("dropped a client that did not finish what it began");
+            }
+            return !late;
+        }
+        match self.proceed(rank) {
+            Ok(true) => {}
+            Ok(false) => return false,
+            Err(e) => {
+                // It left before it had its reply; what it asked for is done all the same.
+                tracing::debug!(error = %e, "a client is gone");
+                return false;
+            }
+        }
+        let unfinished = self.over
+            || self.stream.wants_to_send()
+            || self.stream.is_partial()
+            || self.conversation.is_unfinished();
+        // What was asked for may have taken long; that is not the client's time.
+        self.deadline =
+            unfinished.then(|| self.deadline.unwrap_or_else(|| socket::now() + timeout));
+        true
+    }
+
+    fn proceed(&mut self, rank: &mut ServedRank) -> io::Result<bool> {
+        if self.stream.wants_to_send() {
+            self.stream.flush()?;
+        } else if self.stream.receive()? == Received::Ended {
+            return Ok(false);
+        }
+        // A client that sends much and reads nothing waits here, not in our memory.
+        while !self.stream.wants_to_send() && !self.over {
+            let end = match self.stream.next_frame() {
+                Ok(None) => break,
+                Ok(Some(payload)) => self
+                    .conversation
+                    .handle_frame(rank, payload, &mut self.replies)
+                    .err(),
+                Err(e) => Some(self.conversation.handle_broken_frame(e, &mut self.replies)),
+            };
+            if let Some(end) = end {
+                tracing::warn!(%end, "ended a conversation");
+                self.over = true;
+            }
+            self.stream.transmit(&self.replies)?;
+            self.replies.clear();
+        }
+        Ok(!self.over || self.stream.wants_to_send())
+    }
+}
