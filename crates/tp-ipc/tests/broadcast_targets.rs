@@ -1,0 +1,164 @@
+//! Broadcast targets: each remote rank exactly once, no local rank, nothing for a group of one.
+
+use kvcached_mapper::{PageRun, Rank, Readiness, Stage};
+use kvcached_tp_ipc::{Answer, Operation, Topology};
+use proptest::prelude::*;
+
+use crate::simulated::{At, Call, Engine, Event, Fault, Faults, faults, runs, topologies};
+
+/// To whom each request was sent, in order.
+fn sent(log: &[Event], wanted: Call) -> Vec<(At, Vec<PageRun>)> {
+    let to = |event: &Event| match event {
+        Event::Sent { to, call, runs } if *call == wanted => Some((*to, runs.clone())),
+        _ => None,
+    };
+    log.iter().filter_map(to).collect()
+}
+
+/// Whose mapper was called, in order.
+fn called(log: &[Event], wanted: Call) -> Vec<At> {
+    let by = |event: &Event| match event {
+        Event::Called { at, call, .. } if *call == wanted => Some(*at),
+        _ => None,
+    };
+    log.iter().filter_map(by).collect()
+}
+
+fn harmless() -> impl Strategy<Value = Faults> {
+    let fault = prop_oneof![
+        Just(Fault::Fine),
+        Just(Fault::LateReplyFirst),
+        Just(Fault::ReplyTwice)
+    ];
+    (
+        prop::collection::vec(fault, 1..8),
+        prop::collection::vec(any::<prop::sample::Index>(), 1..8),
+    )
+        .prop_map(|(remote, order)| Faults {
+            remote,
+            order,
+            ..Faults::default()
+        })
+}
+
+proptest! {
+    /// Whatever is asked, every remote rank is asked it once, and every rank does it once.
+    #[test]
+    fn each_remote_rank_exactly_once(topology in topologies(), faults in harmless(), mask in 1u8..) {
+        let mut engine = Engine::connected(&topology);
+        let remotes = engine.remotes();
+        let all: Vec<At> = engine.mappers().into_iter().map(|(at, _)| at).collect();
+        let batch = runs(mask);
+        let operations = [
+            (Call::Map, Operation::Map(&batch), Answer::Batch(Ok(()))),
+            (Call::Headroom, Operation::Headroom, Answer::Headroom(Some(100))),
+            (Call::Ready, Operation::Ready, Answer::Ready(Ok(Readiness::Ready))),
+            (Call::Unmap, Operation::Unmap(&batch), Answer::Batch(Ok(()))),
+        ];
+        for (call, operation, expected) in operations {
+            prop_assert_eq!(engine.perform(operation, &faults), expected);
+            let log = engine.take_log();
+            let content = if operation == Operation::Ready || operation == Operation::Headroom {
+                Vec::new()
+            } else {
+                batch.clone()
+            };
+            let each_once: Vec<(At, Vec<PageRun>)> =
+                remotes.iter().map(|at| (*at, content.clone())).collect();
+            prop_assert_eq!(sent(&log, call), each_once);
+            prop_assert_eq!(called(&log, call), all.clone());
+            // Nothing else was sent, to nobody.
+            let messages =
+                log.iter().filter(|e| matches!(e, Event::Sent { .. } | Event::Greeted { .. }));
+            prop_assert_eq!(messages.count(), remotes.len());
+        }
+    }
+
+    /// Whatever goes wrong: a rank gets a batch at most once, its undoing at most once, and the
+    /// local rank is never sent anything.
+    #[test]
+    fn no_fault_makes_a_message_go_twice_or_astray(
+        topology in topologies(),
+        faults in faults(),
+        mask in 1u8..,
+    ) {
+        let mut engine = Engine::connected(&topology);
+        let _ = engine.perform(Operation::Map(&runs(mask)), &faults);
+        let log = engine.take_log();
+        let remotes = engine.remotes();
+        for call in [Call::Map, Call::Unmap] {
+            let mut targets: Vec<At> = sent(&log, call).into_iter().map(|(at, _)| at).collect();
+            prop_assert!(targets.iter().all(|at| remotes.contains(at)));
+            prop_assert!(targets.iter().all(|at| topology.local() != Some(*at)));
+            let count = targets.len();
+            targets.sort();
+            targets.dedup();
+            prop_assert_eq!(targets.len(), count);
+        }
+    }
+
+    /// All requests of a round leave before the first answer is waited for.
+    #[test]
+    fn all_requests_leave_before_the_first_answer_is_awaited(
+        topology in topologies(),
+        faults in faults(),
+        mask in 1u8..,
+    ) {
+        let mut engine = Engine::connected(&topology);
+        let _ = engine.perform(Operation::Map(&runs(mask)), &faults);
+        let log = engine.take_log();
+        for call in [Call::Map, Call::Unmap] {
+            let is_sent = |event: &Event| matches!(event, Event::Sent { call: c, .. } if *c == call);
+            let Some(first) = log.iter().position(is_sent) else { continue };
+            let last = log.iter().rposition(is_sent).unwrap();
+            prop_assert!(!log[first..last].contains(&Event::Arrived));
+        }
+    }
+
+    /// With one rank, here, nothing is sent, whatever its number.
+    #[test]
+    fn nothing_for_a_group_of_one(stage: u16, rank: u16, mask in 1u8..) {
+        let mut engine = Engine::connected(&Topology::autonomous(Stage(stage), Rank(rank)));
+        let batch = runs(mask);
+        for operation in [
+            Operation::Map(&batch),
+            Operation::Ready,
+            Operation::Headroom,
+            Operation::Unmap(&batch),
+        ] {
+            let _ = engine.perform(operation, &Faults::default());
+        }
+        let log = engine.take_log();
+        prop_assert_eq!(log.len(), 4);
+        prop_assert!(log.iter().all(|event| matches!(event, Event::Called { .. })), "{:?}", log);
+    }
+}
+
+#[test]
+fn nothing_is_sent_for_an_empty_batch() {
+    let topology = Topology::autonomous(Stage(0), Rank(0));
+    let mut engine = Engine::connected(&topology);
+    let answer = engine.perform(Operation::Map(&[]), &Faults::default());
+    assert_eq!(answer, Answer::Batch(Ok(())));
+    assert_eq!(engine.take_log(), []);
+}
+
+/// Ranks with a scheduler each: two coordinators, and not one message between them.
+#[test]
+fn autonomous_ranks_map_each_page_once_and_send_nothing() {
+    let mut engines =
+        [0, 1].map(|rank| Engine::connected(&Topology::autonomous(Stage(0), Rank(rank))));
+    for engine in &mut engines {
+        let answer = engine.perform(Operation::Map(&runs(0b11)), &Faults::default());
+        assert_eq!(answer, Answer::Batch(Ok(())));
+    }
+    for (rank, engine) in (0..).zip(&mut engines) {
+        let at = (Stage(0), Rank(rank));
+        let event = Event::Called {
+            at,
+            call: Call::Map,
+            runs: runs(0b11),
+        };
+        assert_eq!(engine.take_log(), [event]);
+    }
+}
