@@ -316,3 +316,309 @@ fn violation(reason: String, out: &mut Vec<u8>) -> ConversationEnd {
     );
     ConversationEnd::Violation { reason }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use kvcached_mapper::{MapError, PageId, Readiness};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::wire::{Reply, read_greeting, read_message};
+    use crate::{FrameDecoder, push_frame};
+
+    /// Remembers the batches that it was given.
+    #[derive(Debug, Default)]
+    struct Recorder(Mutex<Vec<(&'static str, Vec<PageRun>)>>);
+
+    impl Mapper for Recorder {
+        fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+            self.0.lock().unwrap().push(("map", runs.to_vec()));
+            Ok(())
+        }
+
+        fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+            self.0.lock().unwrap().push(("unmap", runs.to_vec()));
+            Ok(())
+        }
+
+        fn headroom(&self) -> Option<u32> {
+            None
+        }
+
+        fn ready(&self) -> Result<Readiness, MapError> {
+            Ok(Readiness::Ready)
+        }
+    }
+
+    fn hello() -> Hello {
+        Hello {
+            instance: "llama".parse().unwrap(),
+            stage: Stage(0),
+            rank: Rank(1),
+            pool: PoolId(0),
+            geometry: GeometryDigest::new(100, 4, 1),
+            session: SessionId(5),
+        }
+    }
+
+    fn rank() -> (ServedRank, Arc<Recorder>) {
+        let recorder = Arc::new(Recorder::default());
+        let Hello {
+            instance,
+            stage,
+            rank,
+            pool,
+            geometry,
+            ..
+        } = hello();
+        let served = ServedPool {
+            pool,
+            geometry,
+            mapper: recorder.clone(),
+        };
+        (ServedRank::new(instance, stage, rank, [served]), recorder)
+    }
+
+    fn runs(count: u32) -> Vec<PageRun> {
+        (0..count)
+            .map(|page| PageRun::new(PageId(page), 1).unwrap())
+            .collect()
+    }
+
+    fn payloads(bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut decoder = FrameDecoder::default();
+        decoder.feed(bytes);
+        let mut payloads = Vec::new();
+        while let Some(payload) = decoder.next_frame().unwrap() {
+            payloads.push(payload.to_vec());
+        }
+        payloads
+    }
+
+    fn framed(write: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        write(&mut bytes);
+        payloads(&bytes).remove(0)
+    }
+
+    /// A conversation that has greeted.
+    fn greeted(rank: &mut ServedRank) -> Conversation {
+        let mut conversation = Conversation::default();
+        let payload = framed(|out| wire::push_hello(out, &hello()));
+        let mut out = Vec::new();
+        assert_eq!(conversation.handle_frame(rank, &payload, &mut out), Ok(()));
+        assert_eq!(read_greeting(&payloads(&out)[0]), Ok(Ok(hello())));
+        conversation
+    }
+
+    fn ask(
+        conversation: &mut Conversation,
+        rank: &mut ServedRank,
+        payload: &[u8],
+    ) -> (Result<(), ConversationEnd>, Vec<WorkerMessage>) {
+        let mut out = Vec::new();
+        let result = conversation.handle_frame(rank, payload, &mut out);
+        (
+            result,
+            payloads(&out)
+                .iter()
+                .map(|payload| read_message(payload).unwrap())
+                .collect(),
+        )
+    }
+
+    #[test]
+    fn a_hello_for_somebody_else_is_refused_and_both_sides_are_named() {
+        type Change = fn(&mut Hello);
+        let rows: [(Change, &str); 5] = [
+            (
+                |hello| hello.instance = "other".parse().unwrap(),
+                "the coordinator belongs to instance other, the worker to llama",
+            ),
+            (
+                |hello| hello.rank = Rank(2),
+                "the coordinator wants stage 0, rank 2, the worker is stage 0, rank 1",
+            ),
+            (
+                |hello| hello.stage = Stage(3),
+                "the coordinator wants stage 3, rank 1, the worker is stage 0, rank 1",
+            ),
+            (
+                |hello| hello.pool = PoolId(9),
+                "the coordinator wants pool 9, the worker has pools [0]",
+            ),
+            (
+                |hello| hello.geometry = GeometryDigest::new(100, 8, 1),
+                "the coordinator has 100 pages of 8 blocks in pool 0, the worker 100 pages of 4 blocks",
+            ),
+        ];
+        for (change, words) in rows {
+            let (mut rank, _) = rank();
+            let mut hello = hello();
+            change(&mut hello);
+            let payload = framed(|out| wire::push_hello(out, &hello));
+            let mut out = Vec::new();
+            let end = Conversation::default().handle_frame(&mut rank, &payload, &mut out);
+            let Ok(Err(refusal)) = read_greeting(&payloads(&out)[0]) else {
+                panic!("{words}")
+            };
+            assert_eq!(refusal.to_string(), words);
+            assert_eq!(end, Err(ConversationEnd::Refused(refusal)));
+        }
+    }
+
+    #[test]
+    fn another_version_and_no_hello_at_all_are_refused() {
+        let mut newer = framed(|out| wire::push_hello(out, &hello()));
+        newer[4] = 77;
+        let request = framed(|out| wire::push_request(out, SessionId(5), 1, Operation::Ready));
+        for (payload, words) in [
+            (
+                &newer[..],
+                "the coordinator speaks protocol version 77, the worker version 1",
+            ),
+            (
+                b"GET / HTTP/1.1",
+                "the coordinator did not say hello: does not begin as this protocol does",
+            ),
+            (
+                &request,
+                "the coordinator did not say hello: does not begin as this protocol does",
+            ),
+        ] {
+            let (mut rank, _) = rank();
+            let mut out = Vec::new();
+            let end = Conversation::default().handle_frame(&mut rank, payload, &mut out);
+            assert!(matches!(end, Err(ConversationEnd::Refused(_))));
+            let Ok(Err(refusal)) = read_greeting(&payloads(&out)[0]) else {
+                panic!("{words}")
+            };
+            assert_eq!(refusal.to_string(), words);
+        }
+    }
+
+    /// Two engines that meet by mistake: the one that runs is not disturbed.
+    #[test]
+    fn a_pool_has_one_coordinator_at_a_time() {
+        let (mut rank, recorder) = rank();
+        let mut first = greeted(&mut rank);
+        let payload = framed(|out| wire::push_hello(out, &hello()));
+        let mut out = Vec::new();
+        let mut second = Conversation::default();
+        let refused = second.handle_frame(&mut rank, &payload, &mut out);
+        assert_eq!(
+            refused,
+            Err(ConversationEnd::Refused(Refusal::Taken { pool: 0 }))
+        );
+        second.end(&mut rank);
+
+        let map = framed(|out| wire::push_request(out, SessionId(5), 1, Operation::Map(&runs(1))));
+        assert_eq!(ask(&mut first, &mut rank, &map).0, Ok(()));
+        assert_eq!(recorder.0.lock().unwrap().len(), 1);
+        first.end(&mut rank);
+        let _ = greeted(&mut rank);
+    }
+
+    #[test]
+    fn a_batch_in_parts_is_done_once_and_whole() {
+        let (mut rank, recorder) = rank();
+        let mut conversation = greeted(&mut rank);
+        let part = |runs: &[PageRun], more: bool| {
+            // As `push_request` cuts a batch, only sooner.
+            let command = Command::Map {
+                runs: wire::Runs(runs.into()),
+                more,
+            };
+            let envelope = (SessionId(5), 8u64, command);
+            framed(|out| {
+                push_frame(out, |payload| {
+                    payload.extend(postcard::to_stdvec(&envelope).unwrap());
+                });
+            })
+        };
+        let all = runs(6);
+        for (index, first) in [0, 2].into_iter().enumerate() {
+            let asked = ask(
+                &mut conversation,
+                &mut rank,
+                &part(&all[first..first + 2], true),
+            );
+            assert_eq!(asked, (Ok(()), Vec::new()), "part {index}");
+            assert!(conversation.is_unfinished());
+        }
+        assert!(recorder.0.lock().unwrap().is_empty());
+        let (result, messages) = ask(&mut conversation, &mut rank, &part(&all[4..], false));
+        assert_eq!(result, Ok(()));
+        assert_eq!(
+            messages,
+            [WorkerMessage::Reply {
+                sequence: 8,
+                reply: Reply::Done
+            }]
+        );
+        assert_eq!(*recorder.0.lock().unwrap(), [("map", all.clone())]);
+        assert!(!conversation.is_unfinished());
+
+        // Neither may another request come between its parts, nor may it have more than can be.
+        let between = framed(|out| wire::push_request(out, SessionId(5), 9, Operation::Ready));
+        let too_much: Vec<PageRun> = runs(101);
+        for parts in [
+            [part(&all, true), between],
+            [part(&all, true), part(&too_much, true)],
+        ] {
+            let (mut rank, recorder) = self::rank();
+            let mut conversation = greeted(&mut rank);
+            assert_eq!(ask(&mut conversation, &mut rank, &parts[0]).0, Ok(()));
+            let (result, messages) = ask(&mut conversation, &mut rank, &parts[1]);
+            assert!(matches!(result, Err(ConversationEnd::Violation { .. })));
+            assert!(matches!(messages[..], [WorkerMessage::Violation { .. }]));
+            assert!(recorder.0.lock().unwrap().is_empty());
+        }
+    }
+
+    #[test]
+    fn a_request_out_of_turn_changes_nothing() {
+        for (session, sequence) in [(SessionId(6), 3), (SessionId(5), 2), (SessionId(5), 1)] {
+            let (mut rank, recorder) = rank();
+            let mut conversation = greeted(&mut rank);
+            let first = framed(|out| wire::push_request(out, SessionId(5), 2, Operation::Ready));
+            assert_eq!(ask(&mut conversation, &mut rank, &first).0, Ok(()));
+            let operation = Operation::Map(&runs(1));
+            let next = framed(|out| wire::push_request(out, session, sequence, operation));
+            let (result, _) = ask(&mut conversation, &mut rank, &next);
+            assert!(matches!(result, Err(ConversationEnd::Violation { .. })));
+            assert!(recorder.0.lock().unwrap().is_empty());
+        }
+    }
+
+    proptest! {
+        /// Bytes that nobody meant: answered, and over, and nothing was done.
+        #[test]
+        fn a_malformed_frame_changes_nothing(
+            garbage in prop::collection::vec(any::<u8>(), 1..100),
+            flips in prop::collection::vec((any::<prop::sample::Index>(), 1u8..), 1..4),
+        ) {
+            let (mut rank, recorder) = rank();
+            let mut conversation = greeted(&mut rank);
+            let mut request =
+                framed(|out| wire::push_request(out, SessionId(5), 1, Operation::Map(&runs(5))));
+            for (index, bits) in flips {
+                let at = index.index(request.len());
+                request[at] ^= bits;
+            }
+            for payload in [garbage, request] {
+                let good = wire::read_request(&payload).is_ok_and(|r| r.session == SessionId(5));
+                let (result, messages) = ask(&mut conversation, &mut rank, &payload);
+                if result.is_err() {
+                    let told = matches!(messages[..], [WorkerMessage::Violation { .. }]);
+                    prop_assert!(told, "{:?}", messages);
+                    prop_assert!(recorder.0.lock().unwrap().is_empty() || good);
+                    break;
+                }
+                prop_assert!(good);
+            }
+        }
+    }
+}

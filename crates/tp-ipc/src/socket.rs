@@ -13,8 +13,8 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
-    AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt, send, socket,
-    sockopt,
+    AddressFamily, Backlog, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt, listen,
+    send, socket, sockopt,
 };
 use nix::unistd::geteuid;
 use thiserror::Error;
@@ -30,6 +30,10 @@ const LOCK_WAIT: Duration = Duration::from_secs(5);
 /// First and longest pause between attempts to reach what is not there yet.
 const PAUSE: Duration = Duration::from_millis(2);
 const LONGEST_PAUSE: Duration = Duration::from_millis(50);
+
+/// Connections that may wait to be accepted; further ones are told at once that they must come
+/// again.
+const BACKLOG: i32 = 128;
 
 /// Most bytes taken from a socket at once.
 const CHUNK_BYTES: usize = 16 << 10;
@@ -369,6 +373,8 @@ impl FramedListener {
             },
         }
         let listener = UnixListener::bind(endpoint.path()).map_err(failed)?;
+        let backlog = Backlog::new(BACKLOG).expect("the queue is not longer than the system's");
+        listen(&listener, backlog).map_err(|e| failed(e.into()))?;
         listener.set_nonblocking(true).map_err(failed)?;
         fs::set_permissions(endpoint.path(), Permissions::from_mode(0o600)).map_err(failed)?;
         let identity = identity(endpoint).map_err(failed)?;
