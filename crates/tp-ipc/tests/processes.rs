@@ -170,7 +170,16 @@ fn the_process_of_another_user_is_refused_on_either_side() {
     let temp = tempfile::tempdir().unwrap();
     fs::set_permissions(temp.path(), Permissions::from_mode(0o755)).unwrap();
     let program = temp.path().join("program");
-    fs::copy(this_program(), &program).unwrap();
+    // Not through `fs::copy`: a process that another test starts meanwhile would inherit the file
+    // open for writing, and then it cannot be executed.
+    assert!(
+        Command::new("cp")
+            .arg(this_program())
+            .arg(&program)
+            .status()
+            .unwrap()
+            .success()
+    );
     fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
 
     let endpoint = Endpoint::new(&temp.path().join("s0-r1.sock")).unwrap();
