@@ -40,6 +40,9 @@ impl Bits {
     }
 
     pub(crate) fn set_range(&mut self, range: Range<u32>) {
+        if range.len() == 1 {
+            return self.set(range.start);
+        }
         for (word, mask) in words(range) {
             self.0[word] |= mask;
         }

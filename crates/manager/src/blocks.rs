@@ -46,7 +46,7 @@ impl BlockManager {
         let holds = Holds::new(blocks.blocks());
         let mut blocks = PageBlocks::new(blocks);
         let mut null = Vec::new();
-        blocks.take(pages.alloc_first()?, 1, &mut null);
+        blocks.take_new(&[pages.alloc_first()?], 1, &mut null);
         assert_eq!(null, [NULL_BLOCK], "the lowest block of page 0 is block 0");
         let (fetched, release) = (Vec::new(), Release::default());
         Ok(Self {
@@ -91,13 +91,7 @@ impl BlockManager {
         {
             missing -= self.blocks.take(page, missing, out);
         }
-        for &page in &self.fetched {
-            missing -= self.blocks.take(page, missing, out);
-        }
-        assert_eq!(
-            missing, 0,
-            "free blocks and fetched pages are as many as were counted"
-        );
+        self.blocks.take_new(&self.fetched, missing, out);
         Ok(())
     }
 
@@ -278,9 +272,8 @@ impl BlockManager {
             let before = self.fetched.len();
             let pages = missing.div_ceil(self.blocks.space().max_blocks_per_page());
             answer = self.pages.alloc(pages, &mut self.fetched);
-            for &page in &self.fetched[before..] {
-                missing = missing.saturating_sub(self.blocks.space().count_in(page));
-            }
+            let fetched = self.blocks.space().count_on(&self.fetched[before..]);
+            missing = missing.saturating_sub(fetched);
         }
         let Err(error) = answer else { return Ok(()) };
         if !self.fetched.is_empty() {

@@ -5,6 +5,11 @@
 //! next bucket that is not empty: the best fitting page costs a few steps, whatever the pool's
 //! size. Pages wholly taken and pages without a taken block hang nowhere; the latter belong to the
 //! page allocator.
+//!
+//! Where every page is one block, as in the contiguous layout of most models, a page is never
+//! partly taken: the bit says it all, and there are no entries.
+
+use std::ops::Range;
 
 use kvcached_mapper::PageId;
 
@@ -16,6 +21,7 @@ use crate::{BlockId, BlockSpace, NULL_BLOCK, index};
 pub(crate) struct PageBlocks {
     space: BlockSpace,
     taken: Bits,
+    /// By page; empty if every page is one block.
     entries: Vec<Entry>,
     /// First page of each bucket, by number of free blocks; bucket 0 is none.
     heads: Vec<Link>,
@@ -39,20 +45,28 @@ struct Entry {
     prev: Link,
 }
 
-/// Blocks on their way out, page by page, and the pages that they leave empty: what it takes to
-/// finish a release, or to undo it.
+/// Blocks on their way out: what it takes to finish a release, or to undo it.
 #[derive(Debug, Default)]
 pub(crate) struct Release {
-    pub(crate) shares: Vec<(PageId, u32)>,
+    /// Pages without a taken block from now on.
     pub(crate) emptied: Vec<PageId>,
+    /// Blocks of those.
+    emptied_blocks: u32,
+    /// Pages that hang in a bucket, or will; maybe several times.
+    moved: Vec<PageId>,
 }
 
 impl PageBlocks {
     pub(crate) fn new(space: BlockSpace) -> Self {
         let buckets = space.max_blocks_per_page();
+        let entries = if space.pages_are_blocks() {
+            0
+        } else {
+            space.pages()
+        };
         Self {
             taken: Bits::new(space.blocks()),
-            entries: vec![Entry::default(); index(space.pages())],
+            entries: vec![Entry::default(); index(entries)],
             heads: vec![0; index(buckets)],
             filled: Ladder::new(buckets),
             claimed: 0,
@@ -82,6 +96,9 @@ impl PageBlocks {
 
     /// Taken blocks of `page`.
     pub(crate) fn used(&self, page: PageId) -> u32 {
+        if self.space.pages_are_blocks() {
+            return u32::from(self.taken.test(page.0));
+        }
         self.entries.get(page.index()).map_or(0, |entry| entry.used)
     }
 
@@ -95,6 +112,25 @@ impl PageBlocks {
         Some(PageId(self.heads[index(bucket)] - 1))
     }
 
+    /// Takes `n` blocks of `pages`, which have no taken one: all, but of the last page only what
+    /// is missing.
+    pub(crate) fn take_new(&mut self, pages: &[PageId], n: u32, out: &mut Vec<BlockId>) {
+        if self.space.pages_are_blocks() {
+            assert_eq!(pages.len(), index(n), "as many pages as blocks");
+            for page in pages {
+                self.taken.set(page.0);
+            }
+            out.extend(pages.iter().map(|page| BlockId(page.0)));
+            self.claimed += n;
+            return;
+        }
+        let mut missing = n;
+        for &page in pages {
+            missing -= self.take(page, missing, out);
+        }
+        assert_eq!(missing, 0, "pages hold as many blocks as were counted");
+    }
+
     /// Takes up to `n` free blocks of `page`, lowest first, and says how many.
     pub(crate) fn take(&mut self, page: PageId, n: u32, out: &mut Vec<BlockId>) -> u32 {
         let blocks = self.space.blocks_in(page);
@@ -103,20 +139,25 @@ impl PageBlocks {
         let taken = n.min(total - entry.used);
         if entry.used == 0 {
             self.claimed += total;
+            entry.used = taken;
             let lowest = blocks.start..blocks.start + taken;
             self.taken.set_range(lowest.clone());
             out.extend(lowest.map(BlockId));
+            if taken == total {
+                // From empty to full without ever hanging anywhere.
+                return taken;
+            }
         } else {
+            entry.used += taken;
             self.taken
                 .claim(blocks, taken, |block| out.push(BlockId(block)));
         }
-        entry.used += taken;
         self.rehang(page, total);
         taken
     }
 
     /// Marks `blocks` free and works out what that means for their pages, without yet hanging them
-    /// anywhere: [`finish`](Self::finish) or [`undo`](Self::undo) must follow.
+    /// elsewhere: [`finish`](Self::finish) or [`undo`](Self::undo) must follow.
     ///
     /// On `Err`, with the position of the first block that is not taken (or no longer, since it is
     /// named before), nothing has changed.
@@ -125,69 +166,90 @@ impl PageBlocks {
         blocks: &[BlockId],
         release: &mut Release,
     ) -> Result<(), usize> {
-        release.shares.clear();
         release.emptied.clear();
+        release.emptied_blocks = 0;
+        release.moved.clear();
+        if self.space.pages_are_blocks() {
+            for (position, block) in blocks.iter().enumerate() {
+                if *block == NULL_BLOCK || !self.taken.clear(block.0) {
+                    self.undo(&blocks[..position], release);
+                    return Err(position);
+                }
+            }
+            release
+                .emptied
+                .extend(blocks.iter().map(|block| PageId(block.0)));
+            release.emptied_blocks =
+                u32::try_from(blocks.len()).expect("distinct blocks have distinct 32-bit numbers");
+            return Ok(());
+        }
+        // Blocks of one page mostly come one after the other, so a page is settled once for all.
         let mut on_page = 0..0;
+        let (mut page, mut share) = (PageId(0), 0);
         for (position, block) in blocks.iter().enumerate() {
             if *block == NULL_BLOCK || !self.taken.clear(block.0) {
-                self.mark_taken(&blocks[..position]);
+                self.settle(page, share, &on_page, release);
+                self.undo(&blocks[..position], release);
                 return Err(position);
             }
-            // Blocks of one page mostly come one after the other: one division for all of them.
             if !on_page.contains(&block.0) {
-                let page = self
+                self.settle(page, share, &on_page, release);
+                page = self
                     .space
                     .page_of(block.0)
                     .expect("a taken block lies on a page");
                 on_page = self.space.blocks_in(page);
-                release.shares.push((page, 0));
+                share = 0;
             }
-            let (_, share) = release
-                .shares
-                .last_mut()
-                .expect("the block's page was pushed");
-            *share += 1;
+            share += 1;
         }
-        for &(page, share) in &release.shares {
-            let entry = &mut self.entries[page.index()];
-            entry.used -= share;
-            if entry.used == 0 {
-                release.emptied.push(page);
-            }
-        }
+        self.settle(page, share, &on_page, release);
         Ok(())
+    }
+
+    /// Takes `share` blocks off what `page`, with blocks `on_page`, has taken.
+    fn settle(&mut self, page: PageId, share: u32, on_page: &Range<u32>, release: &mut Release) {
+        if share == 0 {
+            return;
+        }
+        let entry = &mut self.entries[page.index()];
+        entry.used -= share;
+        if entry.used > 0 || entry.bucket > 0 {
+            release.moved.push(page);
+        }
+        if entry.used == 0 {
+            release.emptied.push(page);
+            release.emptied_blocks += on_page.end - on_page.start;
+        }
     }
 
     /// Hangs the pages of a release where they now belong.
     pub(crate) fn finish(&mut self, release: &Release) {
-        for &page in &release.emptied {
-            self.claimed -= self.space.count_in(page);
-        }
-        for &(page, _) in &release.shares {
-            let Entry { used, bucket, .. } = self.entries[page.index()];
-            if used > 0 || bucket > 0 {
-                self.rehang(page, self.space.count_in(page));
-            }
+        self.claimed -= release.emptied_blocks;
+        for &page in &release.moved {
+            self.rehang(page, self.space.count_in(page));
         }
     }
 
     /// Takes back what [`begin_release`](Self::begin_release) did.
+    #[cold]
     pub(crate) fn undo(&mut self, blocks: &[BlockId], release: &Release) {
-        self.mark_taken(blocks);
-        for &(page, share) in &release.shares {
-            self.entries[page.index()].used += share;
+        for block in blocks {
+            self.taken.set(block.0);
+        }
+        if self.space.pages_are_blocks() {
+            return;
+        }
+        for &page in release.moved.iter().chain(&release.emptied) {
+            let used = self.taken.ones(self.space.blocks_in(page)).count();
+            self.entries[page.index()].used =
+                u32::try_from(used).expect("no more than blocks of the page");
         }
     }
 
     /// Taken blocks of the pool, ascending.
     pub(crate) fn taken_blocks(&self) -> impl Iterator<Item = BlockId> {
         self.taken.ones(0..self.space.blocks()).map(BlockId)
-    }
-
-    fn mark_taken(&mut self, blocks: &[BlockId]) {
-        for block in blocks {
-            self.taken.set(block.0);
-        }
     }
 
     /// Hangs `page`, which has `total` blocks, into the bucket of its number of free ones. The only
@@ -251,7 +313,7 @@ mod tests {
         let mut pages = PageBlocks::new(space);
         let mut taken = Vec::new();
         for page in (0..pages.space().pages()).map(PageId) {
-            pages.take(page, pages.space().count_in(page), &mut taken);
+            pages.take_new(&[page], pages.space().count_in(page), &mut taken);
         }
         let mut release = Release::default();
         for &at in freed {

@@ -127,6 +127,7 @@ impl BlockSpace {
 
     /// The blocks that lie wholly on `page`; empty for a page that the pool does not have.
     #[must_use]
+    #[inline]
     pub fn blocks_in(&self, page: PageId) -> Range<u32> {
         if page.0 >= self.pages {
             return 0..0;
@@ -136,14 +137,7 @@ impl BlockSpace {
             Shape::Uneven {
                 unit_bytes,
                 page_bytes,
-            } => {
-                let start_bytes = u64::from(page.0) * page_bytes;
-                let number = |units| {
-                    u32::try_from(units).expect("no page starts past the last block number")
-                };
-                number(start_bytes.div_ceil(unit_bytes))
-                    ..number((start_bytes + page_bytes) / unit_bytes)
-            }
+            } => whole_blocks(page, unit_bytes, page_bytes),
         }
     }
 
@@ -152,6 +146,22 @@ impl BlockSpace {
     pub fn count_in(&self, page: PageId) -> u32 {
         let blocks = self.blocks_in(page);
         blocks.end - blocks.start
+    }
+
+    /// How many blocks lie wholly on one of `pages`.
+    pub(crate) fn count_on(&self, pages: &[PageId]) -> u32 {
+        match self.shape {
+            Shape::Uniform(_) => {
+                let pages = u32::try_from(pages.len()).expect("distinct pages of the pool");
+                pages * self.most
+            }
+            Shape::Uneven { .. } => pages.iter().map(|&page| self.count_in(page)).sum(),
+        }
+    }
+
+    /// Is every page one block, with the same number?
+    pub(crate) const fn pages_are_blocks(&self) -> bool {
+        self.most == 1 && matches!(self.shape, Shape::Uniform(_))
     }
 
     /// How many blocks lie wholly on a page: all but the straddlers.
@@ -167,22 +177,17 @@ impl BlockSpace {
 
     /// The page that `block` lies on; `None` if it straddles two or the pool does not have it.
     #[must_use]
+    #[inline]
     pub fn page_of(&self, block: u32) -> Option<PageId> {
         if block >= self.blocks {
             return None;
         }
         match &self.shape {
             Shape::Uniform(per_page) => Some(PageId(per_page.quotient(block))),
-            Shape::Uneven {
+            &Shape::Uneven {
                 unit_bytes,
                 page_bytes,
-            } => {
-                let first_byte = u64::from(block) * unit_bytes;
-                let page = first_byte / page_bytes;
-                let last_byte = first_byte + (unit_bytes - 1);
-                (last_byte / page_bytes == page)
-                    .then(|| PageId(u32::try_from(page).expect("a block lies on one of the pages")))
-            }
+            } => whole_page(block, unit_bytes, page_bytes),
         }
     }
 
@@ -210,6 +215,24 @@ impl From<&Geometry> for BlockSpace {
     }
 }
 
+/// The blocks of `unit_bytes` that lie between the ends of `page`.
+#[inline(never)]
+fn whole_blocks(page: PageId, unit_bytes: u64, page_bytes: u64) -> Range<u32> {
+    let start_bytes = u64::from(page.0) * page_bytes;
+    let number = |units| u32::try_from(units).expect("no page starts past the last block number");
+    number(start_bytes.div_ceil(unit_bytes))..number((start_bytes + page_bytes) / unit_bytes)
+}
+
+/// The page that the first and the last byte of `block` lie on, if that is one page.
+#[inline(never)]
+fn whole_page(block: u32, unit_bytes: u64, page_bytes: u64) -> Option<PageId> {
+    let first_byte = u64::from(block) * unit_bytes;
+    let page = first_byte / page_bytes;
+    let last_byte = first_byte + (unit_bytes - 1);
+    (last_byte / page_bytes == page)
+        .then(|| PageId(u32::try_from(page).expect("a block lies on one of the pages")))
+}
+
 /// Divides by a number that is fixed once: with a shift, or with a multiplication by its
 /// reciprocal, a third of what the division costs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -227,6 +250,7 @@ impl Divisor {
         Self::Reciprocal(u64::MAX / by as u64 + 1)
     }
 
+    #[inline]
     fn quotient(&self, of: u32) -> u32 {
         match *self {
             Self::Shift(places) => of >> places,
