@@ -238,11 +238,11 @@ impl Wires {
         let suspects: Vec<(Stage, Rank)> = self.fanout.suspects().collect();
         if self.streams.iter().any(Option::is_some) {
             // A rank that died meanwhile is better noticed before anything is done anywhere.
-            self.exchange(|_, _| true, Some(socket::now()));
+            self.exchange(|_, _| true, socket::now());
         }
         self.fanout.begin(operation, socket::now(), timeout);
         let answer = loop {
-            if let Some(operation) = self.fanout.poll_local() {
+            while let Some(operation) = self.fanout.poll_local() {
                 let local = local.expect("a topology with a local rank comes with a mapper");
                 let answer = operation.perform(local);
                 self.fanout.handle_local(answer, socket::now());
@@ -265,6 +265,7 @@ impl Wires {
                 break answer;
             }
             let until = self.fanout.poll_timeout();
+            let until = until.expect("whatever another rank is awaited for has a bound");
             self.exchange(Fanout::awaits, until);
             self.fanout.handle_timeout(socket::now());
         };
@@ -300,7 +301,7 @@ impl Wires {
     }
 
     /// Waits until one of the chosen peers has something to say or takes more, and lets it.
-    fn exchange(&mut self, chosen: impl Fn(&Fanout, PeerIndex) -> bool, until: Option<Instant>) {
+    fn exchange(&mut self, chosen: impl Fn(&Fanout, PeerIndex) -> bool, until: Instant) {
         let mut peers = Vec::with_capacity(self.streams.len());
         let mut fds = Vec::with_capacity(self.streams.len());
         for (peer, slot) in self.fanout.peers().zip(&self.streams) {
@@ -312,7 +313,7 @@ impl Wires {
             peers.push(peer);
             fds.push(PollFd::new(stream.as_fd(), events));
         }
-        let waited = socket::wait(&mut fds, until);
+        let waited = socket::wait(&mut fds, Some(until));
         let happened: Vec<PollFlags> = fds
             .iter()
             .map(|fd| fd.revents().unwrap_or(PollFlags::empty()))

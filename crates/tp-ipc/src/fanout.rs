@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 
 use kvcached_mapper::{Cause, MapError, NotReady, PageRun, PeerCause, Rank, Readiness, Stage};
 
-use crate::wire::{self, Doubt, Failure, Hello, Refusal, Reply, WireError, WorkerMessage};
+use crate::operation::Kind;
+use crate::peer::{Link, Peer, Turn};
+use crate::wire::{self, Doubt, Hello, Refusal, Reply, WireError, WorkerMessage};
 use crate::{Answer, Endpoint, Operation, PROTOCOL_VERSION, Topology};
 
 /// A remote rank, by its position in the fan-out.
@@ -71,57 +73,6 @@ struct LocalRank {
     suspect: bool,
 }
 
-#[derive(Debug)]
-struct Peer {
-    stage: Stage,
-    rank: Rank,
-    endpoint: Endpoint,
-    link: Link,
-    turn: Turn,
-    /// Was it ever told to map or unmap? If not, it has nothing to differ in.
-    touched: bool,
-    /// Has it done the batch under way?
-    did: bool,
-}
-
-/// What is known about a rank between operations.
-#[derive(Debug, PartialEq, Eq)]
-enum Link {
-    /// Not connected, for the reason given.
-    Down(String),
-    /// Connected and welcomed.
-    Up,
-    /// Its pages are unknown. Leaving this state takes a resynchronisation.
-    Suspect,
-}
-
-/// What the operation under way wants of a rank next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Turn {
-    /// Nothing, or nothing more.
-    Rest,
-    /// To be connected by the caller.
-    Connect,
-    /// The caller was told to.
-    Connecting,
-    /// To be sent the hello.
-    Greet,
-    /// To say its hello.
-    Greeting,
-    /// To be sent the request.
-    Ask,
-    /// To reply.
-    Asked,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Map,
-    Unmap,
-    Ready,
-    Headroom,
-}
-
 /// The operation under way.
 #[derive(Debug)]
 struct Work {
@@ -156,15 +107,8 @@ impl Fanout {
     #[must_use]
     pub fn new(hello: Hello, topology: &Topology) -> Self {
         let local = topology.local();
-        let peers = topology.remotes().map(|(stage, rank, endpoint)| Peer {
-            stage,
-            rank,
-            endpoint: endpoint.clone(),
-            link: Link::Down("not connected yet".to_owned()),
-            turn: Turn::Rest,
-            touched: false,
-            did: false,
-        });
+        let peers = topology.remotes();
+        let peers = peers.map(|(stage, rank, at)| Peer::new(stage, rank, at.clone()));
         Self {
             hello,
             local: local.map(|(stage, rank)| LocalRank {
@@ -190,12 +134,6 @@ impl Fanout {
     #[must_use]
     pub fn endpoint(&self, peer: PeerIndex) -> &Endpoint {
         &self.peers[peer.0].endpoint
-    }
-
-    /// Stage and rank of a peer.
-    #[must_use]
-    pub fn place(&self, peer: PeerIndex) -> (Stage, Rank) {
-        (self.peers[peer.0].stage, self.peers[peer.0].rank)
     }
 
     /// Is the connection of this rank still of use?
@@ -226,12 +164,7 @@ impl Fanout {
     /// If one is under way.
     pub fn begin(&mut self, operation: Operation<'_>, now: Instant, timeout: Duration) {
         assert!(self.work.is_none(), "one operation at a time");
-        let (kind, runs): (Kind, &[PageRun]) = match operation {
-            Operation::Map(runs) => (Kind::Map, runs),
-            Operation::Unmap(runs) => (Kind::Unmap, runs),
-            Operation::Ready => (Kind::Ready, &[]),
-            Operation::Headroom => (Kind::Headroom, &[]),
-        };
+        let (kind, runs) = operation.into_parts();
         self.runs.clear();
         self.runs.extend_from_slice(runs);
         for peer in &mut self.peers {
@@ -353,12 +286,7 @@ impl Fanout {
         if peer.turn == Turn::Greet {
             peer.turn = Turn::Greeting;
             self.greeting.clear();
-            let hello = Hello {
-                stage: peer.stage,
-                rank: peer.rank,
-                ..self.hello.clone()
-            };
-            wire::push_hello(&mut self.greeting, &hello);
+            wire::push_hello(&mut self.greeting, &peer.hello(&self.hello));
             return Some(Transmit {
                 peer: PeerIndex(index),
                 frames: &self.greeting,
@@ -581,11 +509,7 @@ impl Fanout {
     /// A worker's hello.
     fn greeted(&mut self, index: PeerIndex, payload: &[u8]) {
         let peer = &mut self.peers[index.0];
-        let expected = Hello {
-            stage: peer.stage,
-            rank: peer.rank,
-            ..self.hello.clone()
-        };
+        let expected = peer.hello(&self.hello);
         let refusal = match wire::read_greeting(payload) {
             Ok(Ok(hello)) if hello == expected => {
                 peer.link = Link::Up;
@@ -657,7 +581,7 @@ impl Fanout {
                 peer.turn = Turn::Rest;
                 if doubt != Doubt::Nothing {
                     peer.link = Link::Suspect;
-                    work.uncertain.extend(doubted(&self.runs, &doubt));
+                    work.uncertain.extend(doubt.of(&self.runs));
                 }
                 let cause = peer.refusal(work.kind.name(), failure);
                 work.blame(index, cause);
@@ -719,10 +643,7 @@ impl Fanout {
         }
         match work.kind {
             Kind::Map | Kind::Unmap => {
-                // What was never sent was not done; anything else is unknown.
-                if turn == Turn::Asked || work.phase == Phase::UndoRemote {
-                    work.uncertain.extend(&self.runs);
-                }
+                work.uncertain.extend(&self.runs);
                 if work.phase == Phase::Remote {
                     let cause = peer.failure(work.kind.name(), cause);
                     work.blame(index, cause);
@@ -747,92 +668,6 @@ impl Work {
         match &self.failure {
             Some((known_full, known, _)) if (*known_full, *known) <= (full, peer) => {}
             _ => self.failure = Some((full, peer, cause)),
-        }
-    }
-}
-
-impl Peer {
-    fn failure(&self, call: &'static str, cause: PeerCause) -> Cause {
-        Cause::Peer {
-            stage: self.stage,
-            rank: self.rank,
-            call,
-            cause,
-        }
-    }
-
-    /// The rank's own words.
-    fn refusal(&self, call: &'static str, failure: Failure) -> Cause {
-        match failure {
-            Failure::OutOfMemory => Cause::OutOfMemory {
-                at: Some((self.stage, self.rank)),
-            },
-            Failure::State { reason } | Failure::Vmm { reason } => {
-                self.failure(call, PeerCause::Refused { reason })
-            }
-        }
-    }
-}
-
-impl Kind {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Map => "map",
-            Self::Unmap => "unmap",
-            Self::Ready => "become ready",
-            Self::Headroom => "tell its headroom",
-        }
-    }
-
-    /// The operation's answer when it cannot be done.
-    fn failed(self, cause: Cause) -> Answer {
-        match self {
-            Self::Map | Self::Unmap => Answer::Batch(Err(MapError::clean(cause))),
-            Self::Ready => Answer::Ready(Err(MapError::clean(cause))),
-            Self::Headroom => Answer::Headroom(None),
-        }
-    }
-
-    const fn is_batch(self) -> bool {
-        matches!(self, Self::Map | Self::Unmap)
-    }
-
-    /// What takes this batch back. The content of unmapped pages does not matter.
-    const fn undoing(self) -> Self {
-        match self {
-            Self::Map => Self::Unmap,
-            Self::Unmap => Self::Map,
-            other => other,
-        }
-    }
-
-    const fn operation(self, runs: &[PageRun]) -> Operation<'_> {
-        match self {
-            Self::Map => Operation::Map(runs),
-            Self::Unmap => Operation::Unmap(runs),
-            Self::Ready => Operation::Ready,
-            Self::Headroom => Operation::Headroom,
-        }
-    }
-}
-
-/// The runs of the batch that a rank named; all of them if it named anything else.
-fn doubted(batch: &[PageRun], doubt: &Doubt) -> Vec<PageRun> {
-    match doubt {
-        Doubt::Nothing => Vec::new(),
-        Doubt::Batch => batch.to_vec(),
-        Doubt::Runs(named) => {
-            let named: BTreeSet<PageRun> = named.0.iter().copied().collect();
-            let known: Vec<PageRun> = batch
-                .iter()
-                .copied()
-                .filter(|run| named.contains(run))
-                .collect();
-            if known.len() == named.len() {
-                known
-            } else {
-                batch.to_vec()
-            }
         }
     }
 }

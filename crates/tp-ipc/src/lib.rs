@@ -95,6 +95,7 @@ mod fanout;
 mod frame;
 mod name;
 mod operation;
+mod peer;
 mod runtime_dir;
 mod serve;
 mod socket;

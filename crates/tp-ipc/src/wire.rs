@@ -13,6 +13,7 @@
 //! before any of it is believed.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use kvcached_mapper::{Cause, MapError, PageId, PageRun, PoolId, Rank, Readiness, Stage};
@@ -470,6 +471,26 @@ impl From<MapError> for Reply {
     }
 }
 
+impl Doubt {
+    /// The runs of `batch` that are in doubt; all of them if the rank named anything else.
+    pub(crate) fn of(&self, batch: &[PageRun]) -> Vec<PageRun> {
+        match self {
+            Self::Nothing => Vec::new(),
+            Self::Batch => batch.to_vec(),
+            Self::Runs(named) => {
+                let named: BTreeSet<PageRun> = named.0.iter().copied().collect();
+                let known = batch.iter().copied().filter(|run| named.contains(run));
+                let known: Vec<PageRun> = known.collect();
+                if known.len() == named.len() {
+                    known
+                } else {
+                    batch.to_vec()
+                }
+            }
+        }
+    }
+}
+
 impl From<&Hello> for Introduction {
     fn from(hello: &Hello) -> Self {
         Self {
@@ -743,6 +764,17 @@ mod tests {
                 reason: "tensors are not there".to_owned()
             }
         );
+    }
+
+    #[test]
+    fn only_runs_of_the_batch_are_ever_in_doubt() {
+        let batch = [run(0, 2), run(4, 1), run(9, 3)];
+        let runs = |runs: &[PageRun]| Doubt::Runs(Runs(runs.to_vec().into()));
+        assert_eq!(Doubt::Nothing.of(&batch), []);
+        assert_eq!(runs(&[run(4, 1)]).of(&batch), [run(4, 1)]);
+        assert_eq!(Doubt::Batch.of(&batch), batch);
+        // Whoever names something else may mean anything.
+        assert_eq!(runs(&[run(4, 1), run(5, 1)]).of(&batch), batch);
     }
 
     #[test]

@@ -78,6 +78,26 @@ fn blamed(cause: &Cause) -> Option<At> {
     }
 }
 
+/// Does the cause tell what really happened?
+fn explains(fault: Fault, cause: &Cause) -> bool {
+    let peer = match cause {
+        Cause::OutOfMemory { .. } => return fault == Fault::Refuses(Refusing::Full),
+        Cause::Peer { cause, .. } => cause,
+        _ => return false,
+    };
+    match fault {
+        Fault::Refuses(_) => matches!(peer, PeerCause::Refused { .. }),
+        Fault::RequestLost | Fault::ReplyLost => matches!(peer, PeerCause::TimedOut { .. }),
+        Fault::CutBefore | Fault::CutAfter => matches!(peer, PeerCause::Disconnected { .. }),
+        Fault::Garbage
+        | Fault::BrokenFrame
+        | Fault::FutureReply
+        | Fault::WrongKind
+        | Fault::Violation => matches!(peer, PeerCause::Protocol { .. }),
+        Fault::Fine | Fault::LateReplyFirst | Fault::ReplyTwice | Fault::CutAfterReply => false,
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
@@ -178,9 +198,7 @@ proptest! {
             let index = remotes.iter().position(|remote| *remote == at).expect("it is a rank");
             let fault = nth(&faults.remote, index);
             prop_assert!(!fault.is_harmless());
-            if matches!(error.cause, Cause::OutOfMemory { .. }) {
-                prop_assert_eq!(fault, Fault::Refuses(Refusing::Full));
-            }
+            prop_assert!(explains(fault, &error.cause), "{:?} is no {}", fault, error.cause);
             // Undone on exactly those that did it, and were known to have.
             let did: BTreeSet<At> = (0..remotes.len())
                 .filter(|index| nth(&faults.remote, *index).is_harmless())
@@ -362,6 +380,38 @@ fn a_rank_that_is_gone_before_puts_no_page_in_doubt() {
     let (stage, rank) = (Stage(0), Rank(1));
     assert_eq!(error, MapError::clean(Cause::Diverged { stage, rank }));
     assert_eq!(engine.take_log(), []);
+}
+
+/// It had done its part and said so; then it went, and cannot be told to undo it.
+#[test]
+fn a_rank_that_is_gone_when_others_fail_is_named_and_fenced() {
+    let mut engine = three_ranks();
+    let remote = vec![Fault::CutAfterReply, Fault::Refuses(Refusing::Full)];
+    let faults = Faults {
+        remote,
+        ..Faults::default()
+    };
+    let error = batch(&mut engine, false, &runs(0b1), &faults).unwrap_err();
+    assert_eq!(error.uncertain, runs(0b1));
+    assert_eq!(engine.suspects(), [(Stage(0), Rank(1))]);
+    assert_eq!(mapped(&engine), [vec![], runs(0b1), vec![]]);
+}
+
+/// The local rank did its part in vain: it undoes it, nobody else is told anything.
+#[test]
+fn a_rank_that_goes_while_the_local_one_is_at_work_stops_the_batch() {
+    let mut engine = three_ranks();
+    batch(&mut engine, false, &runs(0b1), &Faults::default()).unwrap();
+    engine.take_log();
+    let faults = Faults {
+        cut_meanwhile: true,
+        ..Faults::default()
+    };
+    let error = batch(&mut engine, false, &runs(0b10), &faults).unwrap_err();
+    let (stage, rank) = (Stage(0), Rank(1));
+    assert_eq!(error, MapError::clean(Cause::Diverged { stage, rank }));
+    assert_eq!(messages(&engine.take_log()), 0);
+    assert_eq!(mapped(&engine), vec![runs(0b1); 3]);
 }
 
 /// A graver failure hides a lesser one, not the reverse: who is told "full" tries again.

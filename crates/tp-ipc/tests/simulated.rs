@@ -80,6 +80,8 @@ pub(crate) enum Fault {
     /// The connection ends before the request arrives.
     CutBefore,
     CutAfter,
+    /// The reply arrives, and then the connection ends.
+    CutAfterReply,
     /// The reply is no message.
     Garbage,
     /// The reply is no frame.
@@ -140,6 +142,8 @@ enum Arrival {
 pub(crate) struct Faults {
     pub(crate) local: Option<Refusing>,
     pub(crate) local_undo: Option<Refusing>,
+    /// While the local rank is at work, the connection to the first remote one ends.
+    pub(crate) cut_meanwhile: bool,
     pub(crate) hello: Vec<Fault>,
     pub(crate) remote: Vec<Fault>,
     pub(crate) remote_undo: Vec<Fault>,
@@ -368,9 +372,15 @@ impl Engine {
         let mut order = faults.order.iter().cycle();
         self.fanout.begin(operation, self.now, TIMEOUT);
         let answer = loop {
-            if let Some(operation) = self.fanout.poll_local() {
+            while let Some(operation) = self.fanout.poll_local() {
                 let local = self.local.as_deref().expect("there is a local rank");
                 let answer = operation.perform(local);
+                if faults.cut_meanwhile && requests.iter().all(|requests| *requests == 0) {
+                    let peer = self.fanout.peers().next().expect("there is a remote rank");
+                    self.fanout
+                        .handle_disconnect(peer, "cut".to_owned(), self.now);
+                    self.hang_up();
+                }
                 self.fanout.handle_local(answer, self.now);
             }
             while let Some(peer) = self.fanout.poll_connect() {
@@ -524,6 +534,10 @@ impl RemoteRank {
                     replies.iter().for_each(|it| reply(it));
                 }
             }
+            Fault::CutAfterReply => {
+                replies.iter().for_each(|it| reply(it));
+                self.back.push_back(Arrival::End);
+            }
             Fault::CutAfter => self.back.push_back(Arrival::End),
             Fault::BrokenFrame => self.back.push_back(Arrival::Broken),
             Fault::Garbage => reply(&[0xff; 9]),
@@ -597,6 +611,7 @@ pub(crate) fn faults() -> impl Strategy<Value = Faults> {
         .prop_map(|(local, local_undo, remote, remote_undo, order)| Faults {
             local,
             local_undo,
+            cut_meanwhile: false,
             hello: Vec::new(),
             remote,
             remote_undo,
