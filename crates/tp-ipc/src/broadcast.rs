@@ -15,7 +15,7 @@ use crate::socket::{self, Backoff, LONGEST_WAIT, Received};
 use crate::wire::Hello;
 use crate::{
     Answer, Deadline, Fanout, FramedStream, GeometryDigest, InstanceName, Operation, PeerIndex,
-    SessionId, Topology, Transmit,
+    SessionId, Step, Topology,
 };
 
 /// One pool over all ranks of an engine. Its calls are serial: each of them is a transaction.
@@ -242,32 +242,30 @@ impl Wires {
         }
         self.fanout.begin(operation, socket::now(), timeout);
         let answer = loop {
-            while let Some(operation) = self.fanout.poll_local() {
-                let local = local.expect("a topology with a local rank comes with a mapper");
-                let answer = operation.perform(local);
-                self.fanout.handle_local(answer, socket::now());
-            }
-            while let Some(peer) = self.fanout.poll_connect() {
-                self.connect(peer);
-            }
-            while let Some(Transmit { peer, frames }) = self.fanout.poll_transmit() {
-                let stream = self.streams[peer.index()].as_mut();
-                let sent = stream.map_or_else(
-                    || Err(ErrorKind::NotConnected.into()),
-                    |stream| stream.transmit(frames),
-                );
-                if let Err(e) = sent {
-                    self.fanout
-                        .handle_disconnect(peer, e.to_string(), socket::now());
+            match self.fanout.poll() {
+                Step::Local(operation) => {
+                    let local = local.expect("a topology with a local rank comes with a mapper");
+                    let answer = operation.perform(local);
+                    self.fanout.handle_local(answer, socket::now());
                 }
+                Step::Connect(peer) => self.connect(peer),
+                Step::Send { peer, frames } => {
+                    let stream = self.streams[peer.index()].as_mut();
+                    let sent = stream.map_or_else(
+                        || Err(ErrorKind::NotConnected.into()),
+                        |stream| stream.transmit(frames),
+                    );
+                    if let Err(e) = sent {
+                        self.fanout
+                            .handle_disconnect(peer, e.to_string(), socket::now());
+                    }
+                }
+                Step::Wait(until) => {
+                    self.exchange(Fanout::awaits, until);
+                    self.fanout.handle_timeout(socket::now());
+                }
+                Step::Done(answer) => break answer,
             }
-            if let Some(answer) = self.fanout.poll() {
-                break answer;
-            }
-            let until = self.fanout.poll_timeout();
-            let until = until.expect("whatever another rank is awaited for has a bound");
-            self.exchange(Fanout::awaits, until);
-            self.fanout.handle_timeout(socket::now());
         };
         for peer in self.fanout.peers() {
             if !self.fanout.keeps(peer) {

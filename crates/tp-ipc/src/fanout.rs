@@ -32,21 +32,32 @@ impl PeerIndex {
     }
 }
 
-/// Bytes for one remote rank.
+/// What the caller is to do next for the operation under way. Each thing is given once.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Transmit<'a> {
-    /// For whom.
-    pub peer: PeerIndex,
-    /// One whole frame or several.
-    pub frames: &'a [u8],
+pub enum Step<'a> {
+    /// Do this with the local mapper; the answer goes to [`Fanout::handle_local`].
+    Local(Operation<'a>),
+    /// Connect to a rank; then [`Fanout::handle_connected`] or [`Fanout::handle_unreachable`].
+    Connect(PeerIndex),
+    /// Send a rank these bytes, one whole frame or several.
+    Send {
+        /// The rank.
+        peer: PeerIndex,
+        /// The bytes.
+        frames: &'a [u8],
+    },
+    /// Wait for whatever [`Fanout::awaits`] says, no longer than until then; after that
+    /// [`Fanout::handle_timeout`]. Everything that can be sent has been.
+    Wait(Instant),
+    /// It is over, and this is the outcome. Another operation may begin.
+    Done(Answer),
 }
 
 /// Drives one [`Operation`] at a time over the ranks of a [`Topology`].
 ///
 /// - [`begin`](Self::begin) starts one;
-/// - `handle_*` tells what happened;
-/// - `poll_*` gives what to do now, each thing once, until `None`;
-/// - [`poll`](Self::poll) gives the outcome, after which the next may begin.
+/// - [`poll`](Self::poll) gives what to do next, until it is done;
+/// - `handle_*` tells what came of it, and whatever else happened.
 ///
 /// An operation ends within twice its time-out of remote waiting: once for the ranks to do it, once
 /// for them to undo it.
@@ -195,24 +206,65 @@ impl Fanout {
         }
     }
 
-    /// What the local mapper is to do now. Its answer goes to [`handle_local`](Self::handle_local).
-    pub fn poll_local(&mut self) -> Option<Operation<'_>> {
-        let work = self.work.as_mut()?;
-        let kind = match &mut work.phase {
-            Phase::Local { polled } if !*polled => {
-                *polled = true;
-                work.kind
+    /// The next step.
+    ///
+    /// # Panics
+    /// If no operation is under way, or a step was given and not dealt with.
+    pub fn poll(&mut self) -> Step<'_> {
+        let over = |work: &mut Work| matches!(work.phase, Phase::Over(_));
+        if let Some(Work {
+            phase: Phase::Over(answer),
+            ..
+        }) = self.work.take_if(over)
+        {
+            return Step::Done(answer);
+        }
+        let work = self.work.as_mut().expect("an operation is under way");
+        let batch = work.kind.is_batch();
+        match &mut work.phase {
+            Phase::Local { polled } | Phase::UndoLocal { polled } => {
+                assert!(
+                    !std::mem::replace(polled, true),
+                    "the local mapper is at work"
+                );
+                let undo = matches!(work.phase, Phase::UndoLocal { .. });
+                let kind = if undo { work.kind.undoing() } else { work.kind };
+                return Step::Local(kind.operation(&self.runs));
             }
-            Phase::UndoLocal { polled } if !*polled => {
-                *polled = true;
-                work.kind.undoing()
-            }
-            _ => return None,
+            Phase::Remote | Phase::UndoRemote | Phase::Over(_) => {}
+        }
+        let deadline = work.deadline;
+        let due = |peer: &Peer| matches!(peer.turn, Turn::Connect | Turn::Greet | Turn::Ask);
+        let Some(index) = self.peers.iter().position(due) else {
+            return Step::Wait(deadline);
         };
-        Some(kind.operation(&self.runs))
+        let peer = &mut self.peers[index];
+        match peer.turn {
+            Turn::Connect => {
+                peer.turn = Turn::Connecting;
+                Step::Connect(PeerIndex(index))
+            }
+            Turn::Greet => {
+                peer.turn = Turn::Greeting;
+                self.greeting.clear();
+                wire::push_hello(&mut self.greeting, &peer.hello(&self.hello));
+                Step::Send {
+                    peer: PeerIndex(index),
+                    frames: &self.greeting,
+                }
+            }
+            _ => {
+                peer.turn = Turn::Asked;
+                peer.touched |= batch;
+                Step::Send {
+                    peer: PeerIndex(index),
+                    frames: &self.frames,
+                }
+            }
+        }
     }
 
-    /// The local mapper did what [`poll_local`](Self::poll_local) gave.
+    /// The local mapper did what [`Step::Local`] says.
     ///
     /// # Panics
     /// If nothing was given, or the answer belongs to another kind of operation.
@@ -250,17 +302,6 @@ impl Fanout {
         self.ask_peers(now);
     }
 
-    /// A rank to connect to. The result goes to [`handle_connected`](Self::handle_connected) or
-    /// [`handle_unreachable`](Self::handle_unreachable).
-    pub fn poll_connect(&mut self) -> Option<PeerIndex> {
-        let index = self
-            .peers
-            .iter()
-            .position(|peer| peer.turn == Turn::Connect)?;
-        self.peers[index].turn = Turn::Connecting;
-        Some(PeerIndex(index))
-    }
-
     /// A connection to the rank is there.
     pub fn handle_connected(&mut self, peer: PeerIndex) {
         let peer = &mut self.peers[peer.0];
@@ -275,29 +316,6 @@ impl Fanout {
             self.miss(peer, reason);
             self.settle(now);
         }
-    }
-
-    /// Bytes to send. All of them can be had, and sent, before the first answer is waited for.
-    pub fn poll_transmit(&mut self) -> Option<Transmit<'_>> {
-        let due = |peer: &Peer| matches!(peer.turn, Turn::Greet | Turn::Ask);
-        let index = self.peers.iter().position(due)?;
-        let batch = self.work.as_ref().is_some_and(|work| work.kind.is_batch());
-        let peer = &mut self.peers[index];
-        if peer.turn == Turn::Greet {
-            peer.turn = Turn::Greeting;
-            self.greeting.clear();
-            wire::push_hello(&mut self.greeting, &peer.hello(&self.hello));
-            return Some(Transmit {
-                peer: PeerIndex(index),
-                frames: &self.greeting,
-            });
-        }
-        peer.turn = Turn::Asked;
-        peer.touched |= batch;
-        Some(Transmit {
-            peer: PeerIndex(index),
-            frames: &self.frames,
-        })
     }
 
     /// A frame arrived from a rank.
@@ -324,22 +342,12 @@ impl Fanout {
         self.settle(now);
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) is due.
-    #[must_use]
-    pub fn poll_timeout(&self) -> Option<Instant> {
-        let work = self.work.as_ref()?;
-        matches!(work.phase, Phase::Remote | Phase::UndoRemote).then_some(work.deadline)
-    }
-
-    /// Time has passed.
+    /// Time has passed; does nothing before a bound is reached.
     pub fn handle_timeout(&mut self, now: Instant) {
-        if self.poll_timeout().is_none_or(|deadline| now < deadline) {
+        let Some(work) = &self.work else { return };
+        if !matches!(work.phase, Phase::Remote | Phase::UndoRemote) || now < work.deadline {
             return;
         }
-        let work = self
-            .work
-            .as_mut()
-            .expect("a time-out belongs to an operation");
         let timeout_ms = u64::try_from(work.timeout.as_millis()).unwrap_or(u64::MAX);
         let cause = PeerCause::TimedOut { timeout_ms };
         for peer in self.peers() {
@@ -361,20 +369,6 @@ impl Fanout {
             }
         }
         self.settle(now);
-    }
-
-    /// The outcome, once there is one.
-    pub fn poll(&mut self) -> Option<Answer> {
-        match self.work.take()? {
-            Work {
-                phase: Phase::Over(answer),
-                ..
-            } => Some(answer),
-            unfinished => {
-                self.work = Some(unfinished);
-                None
-            }
-        }
     }
 
     /// Why there is no point in asking anybody.

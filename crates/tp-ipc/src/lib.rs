@@ -104,7 +104,7 @@ pub mod wire;
 
 pub use broadcast::{Broadcast, BroadcastConfig, ConnectError};
 pub use conversation::{Conversation, ConversationEnd, ServedPool, ServedRank};
-pub use fanout::{Fanout, PeerIndex, Transmit};
+pub use fanout::{Fanout, PeerIndex, Step};
 pub use frame::{FrameDecoder, FrameError, MAX_FRAME_BYTES, push_frame};
 pub use name::{InstanceName, NameError};
 pub use operation::{Answer, Operation};

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 
 use crate::simulated::{
-    At, Call, Engine, Event, Fault, Faults, Refusing, faults, nth, runs, topologies,
+    At, Call, Engine, Event, Fault, Faults, Refusing, TIMEOUT, faults, nth, runs, topologies,
 };
 
 /// One batch of a session: the bits of `mask` that can be mapped, or unmapped, are.
@@ -88,7 +88,9 @@ fn explains(fault: Fault, cause: &Cause) -> bool {
     match fault {
         Fault::Refuses(_) => matches!(peer, PeerCause::Refused { .. }),
         Fault::RequestLost | Fault::ReplyLost => matches!(peer, PeerCause::TimedOut { .. }),
-        Fault::CutBefore | Fault::CutAfter => matches!(peer, PeerCause::Disconnected { .. }),
+        Fault::SendFails | Fault::CutBefore | Fault::CutAfter => {
+            matches!(peer, PeerCause::Disconnected { .. })
+        }
         Fault::Garbage
         | Fault::BrokenFrame
         | Fault::FutureReply
@@ -380,6 +382,25 @@ fn a_rank_that_is_gone_before_puts_no_page_in_doubt() {
     let (stage, rank) = (Stage(0), Rank(1));
     assert_eq!(error, MapError::clean(Cause::Diverged { stage, rank }));
     assert_eq!(engine.take_log(), []);
+}
+
+/// Once for the ranks to do it, once for those that did to undo it, each its full time.
+#[test]
+fn a_batch_waits_twice_its_bound_at_most() {
+    let mut engine = three_ranks();
+    let faults = Faults {
+        remote: vec![Fault::Fine, Fault::RequestLost],
+        remote_undo: vec![Fault::ReplyLost],
+        ..Faults::default()
+    };
+    let begun = engine.now();
+    let error = batch(&mut engine, false, &runs(0b1), &faults).unwrap_err();
+    assert_eq!(engine.now() - begun, 2 * TIMEOUT);
+    assert_eq!(error.uncertain, runs(0b1));
+    assert_eq!(
+        engine.suspects(),
+        [(Stage(0), Rank(1)), (Stage(0), Rank(2))]
+    );
 }
 
 /// It had done its part and said so; then it went, and cannot be told to undo it.

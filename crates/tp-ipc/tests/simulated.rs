@@ -12,7 +12,7 @@ use kvcached_mapper::{
 use kvcached_tp_ipc::wire::{self, Command, Doubt, Failure, Reply, WorkerMessage};
 use kvcached_tp_ipc::{
     Answer, Conversation, Endpoint, Fanout, FrameDecoder, GeometryDigest, Hello, Operation,
-    PeerIndex, Place, ServedPool, ServedRank, SessionId, Topology, Transmit,
+    PeerIndex, Place, ServedPool, ServedRank, SessionId, Step, Topology,
 };
 use kvcached_vmm::VmmError;
 use proptest::prelude::*;
@@ -75,6 +75,8 @@ pub(crate) enum Fault {
     /// The rank's mapper refuses.
     Refuses(Refusing),
     RequestLost,
+    /// The request cannot even be given to the socket.
+    SendFails,
     /// The request is done; so in all that follow.
     ReplyLost,
     /// The connection ends before the request arrives.
@@ -340,6 +342,11 @@ impl Engine {
         self.fanout.suspects().collect()
     }
 
+    /// The time that only passes when nothing else can happen.
+    pub(crate) fn now(&self) -> Instant {
+        self.now
+    }
+
     pub(crate) fn take_log(&mut self) -> Vec<Event> {
         std::mem::take(&mut *self.log.lock().unwrap())
     }
@@ -372,54 +379,52 @@ impl Engine {
         let mut order = faults.order.iter().cycle();
         self.fanout.begin(operation, self.now, TIMEOUT);
         let answer = loop {
-            while let Some(operation) = self.fanout.poll_local() {
-                let local = self.local.as_deref().expect("there is a local rank");
-                let answer = operation.perform(local);
-                if faults.cut_meanwhile && requests.iter().all(|requests| *requests == 0) {
-                    let peer = self.fanout.peers().next().expect("there is a remote rank");
-                    self.fanout
-                        .handle_disconnect(peer, "cut".to_owned(), self.now);
-                    self.hang_up();
+            match self.fanout.poll() {
+                Step::Local(operation) => {
+                    let local = self.local.as_deref().expect("there is a local rank");
+                    let answer = operation.perform(local);
+                    if faults.cut_meanwhile && requests.iter().all(|requests| *requests == 0) {
+                        let peer = self.fanout.peers().next().expect("there is a remote rank");
+                        self.fanout
+                            .handle_disconnect(peer, "cut".to_owned(), self.now);
+                        self.hang_up();
+                    }
+                    self.fanout.handle_local(answer, self.now);
                 }
-                self.fanout.handle_local(answer, self.now);
-            }
-            while let Some(peer) = self.fanout.poll_connect() {
-                if self.remotes[peer.index()].reachable {
-                    self.fanout.handle_connected(peer);
-                } else {
-                    self.fanout
-                        .handle_unreachable(peer, "nobody is there".to_owned(), self.now);
+                Step::Connect(peer) => {
+                    if self.remotes[peer.index()].reachable {
+                        self.fanout.handle_connected(peer);
+                    } else {
+                        let reason = "nobody is there".to_owned();
+                        self.fanout.handle_unreachable(peer, reason, self.now);
+                    }
                 }
-            }
-            while let Some(Transmit { peer, frames }) = self.fanout.poll_transmit() {
-                let remote = &mut self.remotes[peer.index()];
-                let place = self.log.clone();
-                remote.receive(
-                    frames,
-                    faults,
-                    peer.index(),
-                    &mut requests[peer.index()],
-                    &place,
-                );
-            }
-            if let Some(answer) = self.fanout.poll() {
-                break answer;
-            }
-            let news: Vec<PeerIndex> = self
-                .fanout
-                .peers()
-                .filter(|peer| self.has_news(*peer))
-                .collect();
-            if news.is_empty() {
-                self.now = self
-                    .fanout
-                    .poll_timeout()
-                    .expect("what is waited for has a bound");
-                self.fanout.handle_timeout(self.now);
-            } else {
-                self.log.lock().unwrap().push(Event::Arrived);
-                let next = order.next().map_or(0, |index| index.index(news.len()));
-                self.arrive(news[next]);
+                Step::Send { peer, frames } => {
+                    let index = peer.index();
+                    let remote = &mut self.remotes[index];
+                    let log = Arc::clone(&self.log);
+                    if !remote.receive(frames, faults, index, &mut requests[index], &log) {
+                        self.fanout
+                            .handle_disconnect(peer, "broken pipe".to_owned(), self.now);
+                        self.hang_up();
+                    }
+                }
+                Step::Wait(until) => {
+                    let news: Vec<PeerIndex> = self
+                        .fanout
+                        .peers()
+                        .filter(|peer| self.has_news(*peer))
+                        .collect();
+                    if news.is_empty() {
+                        self.now = until;
+                        self.fanout.handle_timeout(self.now);
+                    } else {
+                        self.log.lock().unwrap().push(Event::Arrived);
+                        let next = order.next().map_or(0, |index| index.index(news.len()));
+                        self.arrive(news[next]);
+                    }
+                }
+                Step::Done(answer) => break answer,
             }
         };
         self.hang_up();
@@ -458,6 +463,7 @@ impl Engine {
 }
 
 impl RemoteRank {
+    /// Takes what was sent; `false` if it could not be.
     fn receive(
         &mut self,
         frames: &[u8],
@@ -465,7 +471,7 @@ impl RemoteRank {
         index: usize,
         requests: &mut usize,
         log: &Mutex<Vec<Event>>,
-    ) {
+    ) -> bool {
         let request = payloads(frames).pop().expect("whole frames are sent");
         let greeting = self.conversation.is_unfinished();
         let (list, sequence) = if greeting {
@@ -497,11 +503,14 @@ impl RemoteRank {
             )
         };
         let fault = nth(list, index);
-        if fault == Fault::RequestLost {
-            return;
-        }
-        if fault == Fault::CutBefore {
-            return self.back.push_back(Arrival::End);
+        match fault {
+            Fault::RequestLost => return true,
+            Fault::SendFails => return false,
+            Fault::CutBefore => {
+                self.back.push_back(Arrival::End);
+                return true;
+            }
+            _ => {}
         }
         self.mapper.refuse(match fault {
             Fault::Refuses(refusing) => Some(Some(refusing)),
@@ -549,8 +558,9 @@ impl RemoteRank {
                 wire::push_message(&mut out, &WorkerMessage::Violation { reason });
                 reply(&payloads(&out)[0]);
             }
-            Fault::ReplyLost | Fault::RequestLost | Fault::CutBefore => {}
+            Fault::ReplyLost | Fault::RequestLost | Fault::SendFails | Fault::CutBefore => {}
         }
+        true
     }
 
     fn hang_up(&mut self) {
@@ -627,6 +637,7 @@ pub(crate) fn fault() -> impl Strategy<Value = Fault> {
         2 => refusing().prop_map(Fault::Refuses),
         2 => prop_oneof![
             Just(Fault::RequestLost),
+            Just(Fault::SendFails),
             Just(Fault::ReplyLost),
             Just(Fault::CutBefore),
             Just(Fault::CutAfter),

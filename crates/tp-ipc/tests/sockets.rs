@@ -214,6 +214,35 @@ fn a_rank_with_another_geometry_is_an_error_at_once() {
     }
 }
 
+/// Something that speaks the language and is somebody else.
+#[test]
+fn a_welcome_in_another_name_is_not_believed() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let listener = FramedListener::bind(&dir.endpoint(Stage(0), Rank(0))).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut stream = listener.accept(Deadline::after(LONG)).unwrap();
+            let said = wire::read_hello(&stream.recv(Deadline::after(LONG)).unwrap()).unwrap();
+            let mut welcome = Vec::new();
+            wire::push_welcome(
+                &mut welcome,
+                &Hello {
+                    session: SessionId(0),
+                    ..said
+                },
+            );
+            stream.send(&welcome[4..], Deadline::after(LONG)).unwrap();
+        });
+        let topology = Topology::separate_coordinator(1, 1, &dir);
+        let refused = connect(&dir, &topology, None, LONG).unwrap_err();
+        assert!(
+            refused.to_string().ends_with("it welcomed somebody else"),
+            "{refused}"
+        );
+    });
+}
+
 #[test]
 fn ranks_that_never_come_are_all_named_with_their_endpoints() {
     let home = Home::new();
