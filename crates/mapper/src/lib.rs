@@ -1,5 +1,5 @@
 //! From pages to bytes: the seam [`Mapper`] between who decides about pages and who backs them,
-//! the layouts of a KV cache as pure arithmetic, and `LocalMapper`, which does the work in this
+//! the layouts of a KV cache as pure arithmetic, and [`LocalMapper`], which does the work in this
 //! process.
 //!
 //! ```text
@@ -8,22 +8,64 @@
 //!
 //! This is the only place that knows a layout. Who owns a page is not known here (that is
 //! `kvcached-page-alloc`), and what a block means to an engine neither.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use kvcached_mapper::{
+//!     Cold, KvBuffers, Layout, LocalMapper, Mapper, PageId, PageRun, PageSize, PoolSpec,
+//! };
+//! use kvcached_vmm::{Driver, Host, HostConfig};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // A device with 1 GiB of memory, a pool with 64 GiB of addresses: 32 layers of K and V, blocks
+//! // of 16 tokens × 8 heads × 128 values × 2 bytes.
+//! let device = Arc::new(Host::new(HostConfig::new(1 << 30))?);
+//! let spec = PoolSpec {
+//!     layout: Layout::Contiguous,
+//!     layers: 32,
+//!     kv_buffers: KvBuffers::Two,
+//!     block_bytes: 16 * 8 * 128 * 2,
+//!     page_size: PageSize::Auto,
+//!     capacity_bytes: 64 << 30,
+//! };
+//! let geometry = spec.resolve(device.properties().granularity)?;
+//! let mapper = LocalMapper::new(device, geometry, Cold::Unbacked)?;
+//!
+//! // Three adjacent pages are backed together, by one chunk: this layout has one extent a run.
+//! let run = PageRun::new(PageId(7), 3).ok_or("no page")?;
+//! mapper.map(&[run])?;
+//! assert_eq!(mapper.mapped_bytes(), 3 * mapper.geometry().bundle_bytes());
+//!
+//! // K of layer 0 of the first block in page 8, as an engine would write it.
+//! let block = mapper.geometry().blocks_in(PageId(8)).start;
+//! let piece = mapper.geometry().block_pieces(block).and_then(|mut p| p.next()).ok_or("none")?;
+//! mapper.write(piece, b"key")?;
+//!
+//! // Once it is taken away, a stray access faults instead of reading what was there.
+//! mapper.unmap(&[run])?;
+//! assert!(mapper.read(piece, &mut [0; 3]).is_err());
+//! # Ok(())
+//! # }
+//! ```
 
+mod backing;
 mod error;
 mod geometry;
 mod ids;
 mod layout;
-#[cfg(any(test, feature = "testing"))]
+mod local;
 mod runs;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
 use std::fmt;
 
+pub use backing::Cold;
 pub use error::{Cause, MapError, NotReady, PeerCause, Readiness};
 pub use geometry::{Extent, Geometry, View};
 pub use ids::{PageId, PageRun, PoolId, Rank, Stage};
 pub use layout::{KvBuffers, Layout, LayoutError, PageSize, ParseLayoutError, PoolSpec};
+pub use local::LocalMapper;
 
 /// Backs the pages of one pool with memory, wherever that pool has a part: in this process, on
 /// every rank of an engine, or nowhere at all in a test.

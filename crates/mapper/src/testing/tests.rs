@@ -108,20 +108,23 @@ fn two_calls_about_one_page_at_once_are_a_violation() {
         }
         Ok(())
     });
-    std::thread::scope(|scope| {
+    // Judged after the scope: a failed assertion inside would leave the first call waiting.
+    let (first, meanwhile) = std::thread::scope(|scope| {
         let first = scope.spawn(|| mapper.map(&[slow]));
         entered.recv().unwrap();
-        mapper
-            .map(&[run(0, 2)])
-            .expect("another page may be mapped meanwhile");
-        mapper.map(&[run(3, 1)]).expect_err("this one is under way");
-        mapper.unmap(&[slow]).expect_err("and is not mapped yet");
+        let meanwhile = [
+            mapper.map(&[run(0, 2)]),
+            mapper.map(&[run(3, 1)]),
+            mapper.unmap(&[slow]),
+        ];
         go_on.send(()).unwrap();
-        first
-            .join()
-            .unwrap()
-            .expect("the others did not disturb it");
+        (first.join(), meanwhile)
     });
+    let [elsewhere, in_it, away] = meanwhile;
+    elsewhere.expect("another page may be mapped meanwhile");
+    in_it.expect_err("this one is under way");
+    away.expect_err("and is not mapped yet");
+    first.unwrap().expect("the others did not disturb it");
     assert_eq!(mapper.mapped(), [run(0, 2), slow]);
     assert_eq!(mapper.violations().len(), 2);
 }
