@@ -37,19 +37,20 @@ struct Slot {
     idle: u64,
     first: u32,
     count: u32,
+    /// Where the run is, or [`NONE`]: it has no idle page, or a call about it is under way.
+    shelf: u32,
     previous: u32,
     next: u32,
 }
 
 impl Slot {
-    /// Where a run belongs: nowhere while it has no idle page.
-    const fn shelf(&self) -> Option<usize> {
-        if self.idle == 0 {
-            return None;
+    /// Where the run belongs.
+    const fn home(&self) -> u32 {
+        match self.idle.count_ones() {
+            0 => NONE,
+            all if all == self.count => MAX_RUN + all - 1,
+            some => some - 1,
         }
-        let idle = self.idle.count_ones();
-        let half = if idle == self.count { MAX_RUN } else { 0 };
-        Some((half + idle - 1) as usize)
     }
 }
 
@@ -81,10 +82,12 @@ impl Runs {
     /// Adds a run that is now backed, all of it idle or all of it used.
     pub(crate) fn insert(&mut self, run: PageRun, idle: bool) {
         let idle = if idle { low_bits(run.count()) } else { 0 };
+        let (first, count) = (run.first().0, run.count());
         let new = Slot {
             idle,
-            first: run.first().0,
-            count: run.count(),
+            first,
+            count,
+            shelf: NONE,
             previous: NONE,
             next: NONE,
         };
@@ -183,46 +186,55 @@ impl Runs {
     }
 
     fn set_idle(&mut self, slot: u32, idle: u64) {
-        self.unshelve(slot);
         self.slots[slot as usize].idle = idle;
+        self.unshelve(slot);
         self.shelve(slot);
     }
 
     fn shelve(&mut self, slot: u32) {
-        let Some(shelf) = self.slots[slot as usize].shelf() else {
+        let shelf = self.slots[slot as usize].home();
+        if shelf == NONE {
             return;
-        };
-        let next = self.heads[shelf];
-        self.heads[shelf] = slot;
+        }
+        let next = self.heads[shelf as usize];
+        self.heads[shelf as usize] = slot;
         match self.slots.get_mut(next as usize) {
             Some(neighbour) => neighbour.previous = slot,
-            None => *self.filled(shelf) |= 1 << (shelf % MAX_RUN as usize),
+            None => *self.filled(shelf) |= 1 << (shelf % MAX_RUN),
         }
         let entry = &mut self.slots[slot as usize];
+        entry.shelf = shelf;
         entry.previous = NONE;
         entry.next = next;
     }
 
     fn unshelve(&mut self, slot: u32) {
-        let entry = &self.slots[slot as usize];
-        let (previous, next) = (entry.previous, entry.next);
-        let Some(shelf) = entry.shelf() else { return };
+        let entry = &mut self.slots[slot as usize];
+        let Slot {
+            shelf,
+            previous,
+            next,
+            ..
+        } = *entry;
+        if shelf == NONE {
+            return;
+        }
+        entry.shelf = NONE;
         if let Some(neighbour) = self.slots.get_mut(next as usize) {
             neighbour.previous = previous;
         }
-        match self.slots.get_mut(previous as usize) {
-            Some(neighbour) => neighbour.next = next,
-            None => {
-                self.heads[shelf] = next;
-                if next == NONE {
-                    *self.filled(shelf) &= !(1 << (shelf % MAX_RUN as usize));
-                }
-            }
+        if let Some(neighbour) = self.slots.get_mut(previous as usize) {
+            neighbour.next = next;
+            return;
+        }
+        self.heads[shelf as usize] = next;
+        if next == NONE {
+            *self.filled(shelf) &= !(1 << (shelf % MAX_RUN));
         }
     }
 
-    const fn filled(&mut self, shelf: usize) -> &mut u64 {
-        if shelf < MAX_RUN as usize {
+    const fn filled(&mut self, shelf: u32) -> &mut u64 {
+        if shelf < MAX_RUN {
             &mut self.partly
         } else {
             &mut self.wholly

@@ -197,23 +197,21 @@ impl PageTable {
     /// # Errors
     /// A page that is not used or is named twice; nothing is changed then.
     pub(crate) fn put_back(&mut self, pages: &[PageId]) -> Result<(), FreeError> {
-        for (done, &page) in pages.iter().enumerate() {
-            match self.state(page) {
-                Some(PageState::Used) => {
-                    self.set_state(page.0..page.0 + 1, PageState::Used, PageState::Warm);
+        let mut done = 0;
+        for stretch in pages.chunk_by(|page, next| page.0.checked_add(1) == Some(next.0)) {
+            if let Some(&page) = stretch.iter().find(|&&page| !self.is_used(page)) {
+                // A page named twice is warm by now, and its first mention is undone here too.
+                for page in &pages[..done] {
+                    self.set_state(page.0..page.0 + 1, PageState::Warm, PageState::Used);
                 }
-                // A page named twice is warm by now, and its first mention is undone with the rest.
-                found => {
-                    for page in &pages[..done] {
-                        self.set_state(page.0..page.0 + 1, PageState::Warm, PageState::Used);
-                    }
-                    let found = match pages[..done].contains(&page) {
-                        true => return Err(FreeError::NamedTwice { page }),
-                        false => found,
-                    };
-                    return Err(FreeError::NotUsed { page, found });
-                }
+                return Err(match self.state(page) {
+                    Some(PageState::Used) => FreeError::NamedTwice { page },
+                    found => FreeError::NotUsed { page, found },
+                });
             }
+            let (first, last) = (stretch[0].0, stretch[stretch.len() - 1].0);
+            self.set_state(first..last + 1, PageState::Used, PageState::Warm);
+            done += stretch.len();
         }
         self.runs.put_pages(pages);
         Ok(())
@@ -335,6 +333,10 @@ impl PageTable {
         }
     }
 
+    fn is_used(&self, page: PageId) -> bool {
+        self.state(page) == Some(PageState::Used)
+    }
+
     fn quarantine(&mut self, run: PageRun) {
         self.set_state(pages_of(run), PageState::Busy, PageState::Quarantined);
         self.quarantined.push(run);
@@ -361,7 +363,11 @@ fn set_state(
         states.iter().all(|&state| state == from),
         "pages {pages:?} are {from:?}"
     );
-    states.fill(to);
+    match states {
+        // Not worth a call, and common: pages are freed one by one, or in no order.
+        [state] => *state = to,
+        states => states.fill(to),
+    }
     counts[from as usize] -= count;
     counts[to as usize] += count;
 }
