@@ -406,6 +406,27 @@ mod tests {
     }
 
     #[test]
+    fn rank_0_beside_its_coordinator_is_where_it_was_said_to_be() {
+        for arrangement in [Arrangement::Single, Arrangement::Rank0 { tp: 2 }] {
+            let tp = if arrangement == Arrangement::Single {
+                1
+            } else {
+                2
+            };
+            let mut process = EngineProcess::new();
+            process
+                .init(&detected(tp, 1, Role::Coordinator(arrangement)))
+                .unwrap();
+            let mode = Mode::Coordinator(arrangement);
+            assert_eq!(
+                process.init(&worker(tp, 1, 0, 0)),
+                Ok(Change::Unchanged(mode))
+            );
+            assert!(process.init(&worker(tp, 1, 0, 1)).is_err());
+        }
+    }
+
+    #[test]
     fn autonomous_rank_beside_its_own_scheduler_stays_autonomous() {
         let own = Arrangement::Autonomous {
             stage: Stage(1),

@@ -9,8 +9,8 @@ use crate::detect::{
     DetectError, Detected, Nature, RankReport, TopologyMode, World, assign, check,
 };
 use crate::kv::{
-    Arrange, Attention, Block, Elements, EnginePool, KvError, KvView, LayerPlace, dense_strides,
-    lay_out, multiple, nonzero,
+    Attention, Block, Elements, EnginePool, KvError, KvView, LayerPlace, LayoutChoice,
+    dense_strides, lay_out, multiple, nonzero,
 };
 
 /// What an SGLang process reports about itself.
@@ -61,7 +61,7 @@ pub fn detect(report: &SglangReport, asked: Option<TopologyMode>) -> Result<Dete
 ///
 /// # Errors
 /// [`KvError`] for sizes that are zero, do not divide, or cannot be laid out.
-pub fn pool_spec(pool: &SglangPool, arrange: &Arrange) -> Result<EnginePool, KvError> {
+pub fn pool_spec(pool: &SglangPool, choice: &LayoutChoice) -> Result<EnginePool, KvError> {
     let page_tokens = nonzero(u64::from(pool.page_tokens), "page size in tokens")?;
     let blocks =
         multiple(nonzero(pool.size, "pool size")?, page_tokens, "pool size")? / page_tokens;
@@ -74,7 +74,7 @@ pub fn pool_spec(pool: &SglangPool, arrange: &Arrange) -> Result<EnginePool, KvE
         parts: page_tokens,
     };
     let layers = pool.layers.end.saturating_sub(pool.layers.start);
-    let (spec, geometry, places) = lay_out(arrange, layers, block, blocks)?;
+    let (spec, geometry, places) = lay_out(choice, layers, block, blocks)?;
 
     let element_bytes = pool.elements.bytes();
     let row = match pool.attention {
@@ -283,8 +283,8 @@ mod tests {
         }
     }
 
-    fn arrange(layout: Layout) -> Arrange {
-        Arrange {
+    fn choice(layout: Layout) -> LayoutChoice {
+        LayoutChoice {
             layout,
             page_size: PageSize::Auto,
             granularity: 2 << 20,
@@ -294,7 +294,7 @@ mod tests {
     #[test]
     fn tokens_lie_at_one_stride_in_every_layout() {
         for layout in Layout::ALL {
-            let pool = pool_spec(&pool(), &arrange(layout)).unwrap();
+            let pool = pool_spec(&pool(), &choice(layout)).unwrap();
             assert_eq!(
                 pool.spec.block_bytes,
                 16 * 8 * 128,
@@ -329,7 +329,7 @@ mod tests {
         let stages = [0..27, 27..54, 54..80];
         let layers = stages.map(|layers| {
             let pool = SglangPool { layers, ..pool() };
-            pool_spec(&pool, &arrange(Layout::PerLayer))
+            pool_spec(&pool, &choice(Layout::PerLayer))
                 .unwrap()
                 .spec
                 .layers
@@ -348,14 +348,14 @@ mod tests {
             page_tokens: 1,
             ..pool()
         };
-        let pool = pool_spec(&states, &arrange(Layout::Unified)).unwrap();
+        let pool = pool_spec(&states, &choice(Layout::Unified)).unwrap();
         assert_eq!(pool.views[0].shape, [64, 1 << 20]);
         assert_eq!(pool.views.len(), 4);
         let latent = SglangPool {
             attention: Attention::Mla { latent_size: 576 },
             ..states
         };
-        let pool = pool_spec(&latent, &arrange(Layout::PerLayer)).unwrap();
+        let pool = pool_spec(&latent, &choice(Layout::PerLayer)).unwrap();
         assert_eq!(pool.views[0].shape[1..], [1, 576]);
     }
 
@@ -364,7 +364,7 @@ mod tests {
         let with = |change: fn(&mut SglangPool)| {
             let mut pool = pool();
             change(&mut pool);
-            pool_spec(&pool, &arrange(Layout::PerLayer)).unwrap_err()
+            pool_spec(&pool, &choice(Layout::PerLayer)).unwrap_err()
         };
         let zero = |what| KvError::Zero { what };
         assert_eq!(with(|p| p.layers = 12..12), zero("layers"));
@@ -386,9 +386,9 @@ mod tests {
             ..pool()
         };
         assert!(matches!(
-            pool_spec(&latent, &arrange(Layout::Contiguous)),
+            pool_spec(&latent, &choice(Layout::Contiguous)),
             Err(KvError::PaddedSplit { parts: 16, .. })
         ));
-        assert!(pool_spec(&latent, &arrange(Layout::PerLayer)).is_ok());
+        assert!(pool_spec(&latent, &choice(Layout::PerLayer)).is_ok());
     }
 }

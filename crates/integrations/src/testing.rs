@@ -38,3 +38,13 @@ impl io::Write for Lines {
         Ok(())
     }
 }
+
+/// Waits for what another thread is about to do. A test that waits in vain fails, late.
+#[expect(clippy::disallowed_methods, reason = "a test that hangs must end")]
+pub(crate) fn eventually(condition: impl Fn() -> bool) {
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while !condition() {
+        assert!(std::time::Instant::now() < end, "it did not happen");
+        std::thread::yield_now();
+    }
+}

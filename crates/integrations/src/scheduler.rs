@@ -1,0 +1,363 @@
+//! The process that decides: every pool of one engine, and the thread that keeps their reserves.
+//!
+//! A scheduler exists only when all of its ranks can map and every pool has its null block; there
+//! is no half-started one to call. Dropping it stops the thread, gives every page back on every
+//! rank, and lets go of connections, addresses and memory.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvcached_manager::{Limit, LimitError, NewError};
+use kvcached_mapper::{
+    Geometry, LayoutError, LocalMapper, MapError, Mapper, NotReady, PoolId, PoolSpec, Readiness,
+};
+use kvcached_page_alloc::Reserve;
+use kvcached_tp_ipc::{Deadline, InstanceName, Topology};
+use kvcached_vmm::Driver;
+use thiserror::Error;
+
+use crate::compose::{ComposeError, MapperConfig, compose, list};
+use crate::config::{Config, MaxRun};
+use crate::pool::Pool;
+use crate::replenisher::Replenisher;
+
+/// Granularity that GPUs have, for a coordinator that has none of its own to ask.
+pub const DEFAULT_GRANULARITY: u64 = 2 << 20;
+
+/// How often the reserve is looked at when nobody wakes its thread: memory that a neighbour gave
+/// back does not announce itself.
+const DEFAULT_EVERY: Duration = Duration::from_millis(200);
+
+/// The pools of one engine, ready for use.
+#[derive(Debug)]
+pub struct Scheduler {
+    /// First, so that it is stopped before the pools go.
+    replenisher: Option<Replenisher>,
+    pools: Vec<Pool>,
+}
+
+/// What a [`Scheduler`] is made from.
+#[derive(Debug, Clone)]
+pub struct SchedulerConfig {
+    /// Where the ranks are and how to talk to them.
+    pub mapper: MapperConfig,
+    /// The pools; at least one.
+    pub pools: Vec<PoolSetup>,
+    /// Pages backed together at most.
+    pub max_run: MaxRun,
+    /// How long to wait for every rank of every pool to be there and able to map.
+    pub ready_timeout: Duration,
+    /// Granularity of the workers' devices, in bytes, where this process has none of its own.
+    pub granularity: u64,
+    /// Who keeps the reserves.
+    pub background: Background,
+}
+
+/// One pool to be.
+#[derive(Debug, Clone)]
+pub struct PoolSetup {
+    /// Its number, the same on every rank.
+    pub id: PoolId,
+    /// What it looks like on one rank.
+    pub spec: PoolSpec,
+    /// How it is kept.
+    pub policy: PoolPolicy,
+}
+
+/// How a pool is kept. By default without a limit, a floor or a reserve.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PoolPolicy {
+    /// Idle pages kept backed; both zero: none.
+    pub reserve: Reserve,
+    /// A limit to start with.
+    pub limit: Option<Limit>,
+    /// Bytes that the pool is promised: a limit below is refused.
+    pub floor_bytes: u64,
+}
+
+/// A pool whose mapper exists already.
+#[derive(Debug, Clone)]
+pub struct MappedPool {
+    /// Its number.
+    pub id: PoolId,
+    /// The resolved layout that the mapper was made with.
+    pub geometry: Geometry,
+    /// How it is kept.
+    pub policy: PoolPolicy,
+    /// Maps its pages.
+    pub mapper: Arc<dyn Mapper>,
+    /// First address of each tensor on this process's own rank; empty if it has none.
+    pub tensor_bases: Vec<u64>,
+}
+
+/// Who keeps the reserve of warm pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Background {
+    /// A thread, woken when pages come or go and at least `every` so often. It is not started if
+    /// no pool has a reserve.
+    On {
+        /// Longest time between two looks.
+        every: Duration,
+    },
+    /// The caller, by [`Pool::replenish`]: everything then happens in the caller's order.
+    Off,
+}
+
+/// Why there is no scheduler. Whatever was begun is undone.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// Nothing to schedule.
+    #[error("a scheduler without a pool")]
+    NoPools,
+    /// Two pools of one number.
+    #[error("{pool} is there twice")]
+    PoolTwice {
+        /// The number.
+        pool: PoolId,
+    },
+    /// A pool that cannot be laid out.
+    #[error("{pool} cannot be laid out: {source}")]
+    Layout {
+        /// The pool.
+        pool: PoolId,
+        /// Why.
+        source: LayoutError,
+    },
+    /// A pool that cannot be mapped, here or elsewhere.
+    #[error("{pool}: {source}")]
+    Mapper {
+        /// The pool.
+        pool: PoolId,
+        /// Why, with every rank that is missing.
+        source: ComposeError,
+    },
+    /// A ready-made mapper that is not ready.
+    #[error("{pool}: not every rank is ready: {}", list(.missing))]
+    NotReady {
+        /// The pool.
+        pool: PoolId,
+        /// Every rank that is missing.
+        missing: Vec<NotReady>,
+    },
+    /// A ready-made mapper that will not be ready.
+    #[error("{pool} cannot be mapped: {source}")]
+    Unready {
+        /// The pool.
+        pool: PoolId,
+        /// Why.
+        source: MapError,
+    },
+    /// Pages that contradict each other.
+    #[error("{pool} has no page allocator: {source}")]
+    Pages {
+        /// The pool.
+        pool: PoolId,
+        /// Why.
+        source: kvcached_page_alloc::ConfigError,
+    },
+    /// A limit to start with that is not allowed.
+    #[error("{pool} cannot start with that limit: {source}")]
+    Limit {
+        /// The pool.
+        pool: PoolId,
+        /// Why.
+        source: LimitError,
+    },
+    /// No null block, or blocks that do not fit the pages.
+    #[error("{pool} has no blocks: {source}")]
+    Blocks {
+        /// The pool.
+        pool: PoolId,
+        /// Why.
+        source: NewError,
+    },
+    /// The system gives no thread.
+    #[error("cannot start the thread that keeps the reserve: {0}")]
+    Thread(#[source] io::Error),
+}
+
+impl SchedulerConfig {
+    /// What the configuration says, for one engine and its pools.
+    #[must_use]
+    pub fn new(
+        config: &Config,
+        instance: InstanceName,
+        topology: Topology,
+        pools: Vec<PoolSetup>,
+    ) -> Self {
+        Self {
+            mapper: MapperConfig::new(config, instance, topology),
+            pools,
+            max_run: config.max_run,
+            ready_timeout: config.ready_timeout,
+            granularity: DEFAULT_GRANULARITY,
+            background: Background::default(),
+        }
+    }
+}
+
+impl Default for Background {
+    fn default() -> Self {
+        Self::On {
+            every: DEFAULT_EVERY,
+        }
+    }
+}
+
+impl Scheduler {
+    /// Starts an engine's pools, and waits until every rank of each can map.
+    ///
+    /// `driver` is for the rank in this process. A coordinator without one is given `None`, and
+    /// opens no device.
+    ///
+    /// # Errors
+    /// [`StartError`]; nothing is left running, mapped or connected.
+    pub fn start<D: Driver>(
+        config: SchedulerConfig,
+        driver: Option<Arc<D>>,
+    ) -> Result<Self, StartError> {
+        let SchedulerConfig {
+            mapper,
+            pools,
+            max_run,
+            ready_timeout,
+            granularity,
+            background,
+        } = config;
+        let ready_by = Deadline::after(ready_timeout);
+        let granularity = driver
+            .as_ref()
+            .map_or(granularity, |d| d.properties().granularity);
+        check_ids(pools.iter().map(|setup| setup.id))?;
+        let geometries = pools
+            .iter()
+            .map(|PoolSetup { id: pool, spec, .. }| {
+                spec.resolve(granularity)
+                    .map_err(|source| StartError::Layout {
+                        pool: *pool,
+                        source,
+                    })
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        // All mappers first: no pool maps anything before every rank of every pool is there.
+        let mapped = pools
+            .into_iter()
+            .zip(geometries)
+            .map(|(PoolSetup { id, policy, .. }, geometry)| {
+                let composed = compose(&mapper, id, &geometry, driver.as_ref(), ready_by)
+                    .map_err(|source| StartError::Mapper { pool: id, source })?;
+                let tensor_bases = composed
+                    .local
+                    .as_deref()
+                    .map(LocalMapper::tensor_bases)
+                    .unwrap_or_default();
+                Ok(MappedPool {
+                    id,
+                    geometry,
+                    policy,
+                    mapper: composed.mapper,
+                    tensor_bases,
+                })
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        Self::run(mapped, max_run, background)
+    }
+
+    /// Starts pools over mappers that exist and are ready, such as wrapped or recording ones.
+    ///
+    /// # Errors
+    /// [`StartError`]; nothing is left running or mapped.
+    pub fn with_mappers(
+        pools: Vec<MappedPool>,
+        max_run: MaxRun,
+        background: Background,
+    ) -> Result<Self, StartError> {
+        check_ids(pools.iter().map(|pool| pool.id))?;
+        for pool in &pools {
+            match pool.mapper.ready() {
+                Ok(Readiness::Ready) => {}
+                Ok(Readiness::NotReady(missing)) => {
+                    return Err(StartError::NotReady {
+                        pool: pool.id,
+                        missing,
+                    });
+                }
+                Err(source) => {
+                    return Err(StartError::Unready {
+                        pool: pool.id,
+                        source,
+                    });
+                }
+            }
+        }
+        Self::run(pools, max_run, background)
+    }
+
+    /// The pool of that number.
+    #[must_use]
+    pub fn pool(&self, id: PoolId) -> Option<&Pool> {
+        self.pools.iter().find(|pool| pool.id() == id)
+    }
+
+    /// Every pool, in the order in which they were set up.
+    #[must_use]
+    pub fn pools(&self) -> &[Pool] {
+        &self.pools
+    }
+
+    /// Does a thread keep the reserves? Not without one to keep, nor with [`Background::Off`].
+    #[must_use]
+    pub const fn keeps_reserves(&self) -> bool {
+        self.replenisher.is_some()
+    }
+
+    fn run(
+        pools: Vec<MappedPool>,
+        max_run: MaxRun,
+        background: Background,
+    ) -> Result<Self, StartError> {
+        let mut pools = pools
+            .into_iter()
+            .map(|pool| Pool::new(pool, max_run))
+            .collect::<Result<Vec<_>, _>>()?;
+        let kept: Vec<_> = pools
+            .iter()
+            .filter(|pool| pool.reserve().max > 0)
+            .map(|pool| (pool.id(), Arc::clone(pool.pages())))
+            .collect();
+        // Null blocks are taken by now: a reserve that is mapped from here on cannot get at them.
+        let replenisher = match background {
+            Background::On { every } if !kept.is_empty() => {
+                Some(Replenisher::start(kept, every).map_err(StartError::Thread)?)
+            }
+            Background::On { .. } | Background::Off => None,
+        };
+        if let Some(replenisher) = &replenisher {
+            for pool in pools.iter_mut().filter(|pool| pool.reserve().max > 0) {
+                pool.wake_by(replenisher.wake());
+            }
+        }
+        Ok(Self { replenisher, pools })
+    }
+}
+
+fn check_ids(pools: impl Iterator<Item = PoolId>) -> Result<(), StartError> {
+    let ids: Vec<PoolId> = pools.collect();
+    if ids.is_empty() {
+        return Err(StartError::NoPools);
+    }
+    match ids
+        .iter()
+        .enumerate()
+        .find(|(at, id)| ids[..*at].contains(id))
+    {
+        Some((_, &pool)) => Err(StartError::PoolTwice { pool }),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

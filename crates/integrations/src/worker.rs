@@ -1,0 +1,249 @@
+//! The process of one rank: its tensors, and a thread that does what the coordinator tells it.
+//!
+//! The thread serves until the worker is dropped; it never decides anything. Which device it maps
+//! on is in the driver value, not in the thread.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvcached_mapper::{
+    Cold, LayoutError, LocalMapper, MapError, Mapper, PoolId, PoolSpec, Rank, Stage,
+};
+use kvcached_tp_ipc::{
+    BindError, Endpoint, EndpointDir, InstanceName, RuntimeDir, RuntimeDirError, ServedPool,
+    Server, ServerConfig, StopHandle,
+};
+use kvcached_vmm::Driver;
+use thiserror::Error;
+
+use crate::compose::digest;
+use crate::config::Config;
+
+/// One rank that listens: dropped, it takes its socket away and gives its memory back.
+#[derive(Debug)]
+pub struct Worker<D: Driver> {
+    serving: Serving,
+    endpoint: Endpoint,
+    mappers: Vec<(PoolId, Arc<LocalMapper<D>>)>,
+}
+
+/// What a [`Worker`] is made from.
+#[derive(Debug, Clone)]
+pub struct WorkerConfig {
+    /// The engine.
+    pub instance: InstanceName,
+    /// Directory of the sockets.
+    pub runtime_dir: PathBuf,
+    /// Own stage.
+    pub stage: Stage,
+    /// Own rank.
+    pub rank: Rank,
+    /// The pools, as the coordinator numbers them; at least one.
+    pub pools: Vec<(PoolId, PoolSpec)>,
+    /// What lies behind a page without memory.
+    pub cold: Cold,
+    /// How long the coordinator may take to finish what it began to say.
+    pub ipc_timeout: Duration,
+}
+
+/// Why there is no worker. Whatever was begun is undone.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum WorkerError {
+    /// Nothing to serve.
+    #[error("a worker without a pool")]
+    NoPools,
+    /// Two pools of one number.
+    #[error("{pool} is there twice")]
+    PoolTwice {
+        /// The number.
+        pool: PoolId,
+    },
+    /// A pool that cannot be laid out.
+    #[error("{pool} cannot be laid out: {source}")]
+    Layout {
+        /// The pool.
+        pool: PoolId,
+        /// Why.
+        source: LayoutError,
+    },
+    /// A pool for which the device has no addresses, or no memory.
+    #[error("{pool} cannot be mapped: {source}")]
+    Mapper {
+        /// The pool.
+        pool: PoolId,
+        /// Why.
+        source: MapError,
+    },
+    /// No place for the socket.
+    #[error(transparent)]
+    Directory(#[from] RuntimeDirError),
+    /// No socket.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// The system gives no thread.
+    #[error("cannot start the thread that serves: {0}")]
+    Thread(#[source] io::Error),
+}
+
+/// The thread; dropping it stops and joins it, which takes the socket away.
+#[derive(Debug)]
+struct Serving {
+    stop: StopHandle,
+    thread: Option<JoinHandle<()>>,
+    directory: EndpointDir,
+}
+
+impl WorkerConfig {
+    /// What the configuration says, for one rank and its pools.
+    #[must_use]
+    pub fn new(
+        config: &Config,
+        instance: InstanceName,
+        (stage, rank): (Stage, Rank),
+        pools: Vec<(PoolId, PoolSpec)>,
+    ) -> Self {
+        Self {
+            instance,
+            runtime_dir: config.runtime_dir.clone(),
+            stage,
+            rank,
+            pools,
+            cold: config.cold,
+            ipc_timeout: config.ipc_timeout,
+        }
+    }
+}
+
+impl<D: Driver> Worker<D> {
+    /// Reserves the tensors' addresses and starts to listen.
+    ///
+    /// # Errors
+    /// [`WorkerError`]; nothing is left running or listening.
+    pub fn start(config: WorkerConfig, driver: &Arc<D>) -> Result<Self, WorkerError> {
+        let granularity = driver.properties().granularity;
+        let mut mappers: Vec<(PoolId, Arc<LocalMapper<D>>)> = Vec::new();
+        let mut served = Vec::new();
+        for (pool, spec) in &config.pools {
+            let pool = *pool;
+            if mappers.iter().any(|(known, _)| *known == pool) {
+                return Err(WorkerError::PoolTwice { pool });
+            }
+            let geometry = spec
+                .resolve(granularity)
+                .map_err(|source| WorkerError::Layout { pool, source })?;
+            let mapper = LocalMapper::new(Arc::clone(driver), geometry.clone(), config.cold)
+                .map_err(|source| WorkerError::Mapper { pool, source })?;
+            let mapper = Arc::new(mapper);
+            let serving: Arc<dyn Mapper> = Arc::<LocalMapper<D>>::clone(&mapper);
+            served.push(ServedPool {
+                pool,
+                geometry: digest(&geometry),
+                mapper: serving,
+            });
+            mappers.push((pool, mapper));
+        }
+        if mappers.is_empty() {
+            return Err(WorkerError::NoPools);
+        }
+        let (serving, endpoint) = Serving::start(&config, served)?;
+        Ok(Self {
+            serving,
+            endpoint,
+            mappers,
+        })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub const fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// The pool's part on this rank: it knows the addresses of the tensors.
+    #[must_use]
+    pub fn mapper(&self, pool: PoolId) -> Option<&Arc<LocalMapper<D>>> {
+        self.mappers
+            .iter()
+            .find(|(id, _)| *id == pool)
+            .map(|(_, mapper)| mapper)
+    }
+
+    /// Does the thread serve? It ends before the worker is dropped only if the system fails it;
+    /// that was logged.
+    #[must_use]
+    pub fn is_serving(&self) -> bool {
+        self.serving
+            .thread
+            .as_ref()
+            .is_some_and(|thread| !thread.is_finished())
+    }
+}
+
+impl Serving {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the composition root starts the threads"
+    )]
+    fn start(
+        config: &WorkerConfig,
+        pools: Vec<ServedPool>,
+    ) -> Result<(Self, Endpoint), WorkerError> {
+        let runtime_dir = RuntimeDir::open(&config.runtime_dir)?;
+        let server_config = ServerConfig {
+            instance: config.instance.clone(),
+            stage: config.stage,
+            rank: config.rank,
+            pools,
+            timeout: config.ipc_timeout,
+        };
+        let directory = runtime_dir.instance(&config.instance)?;
+        let endpoint = directory.endpoint(config.stage, config.rank);
+        let mut server = match Server::bind(&endpoint, server_config.clone()) {
+            // The last rank of an earlier life may have taken the directory away since it was
+            // opened.
+            Err(BindError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                runtime_dir.instance(&config.instance)?;
+                Server::bind(&endpoint, server_config)?
+            }
+            other => other?,
+        };
+        let stop = server.stop_handle();
+        let thread = std::thread::Builder::new()
+            .name(format!("kvcached-s{}-r{}", config.stage.0, config.rank.0))
+            .spawn(move || {
+                if let Err(error) = server.run() {
+                    tracing::error!(endpoint = %server.endpoint(), %error, "stopped serving");
+                }
+            })
+            .map_err(WorkerError::Thread)?;
+        Ok((
+            Self {
+                stop,
+                thread: Some(thread),
+                directory,
+            },
+            endpoint,
+        ))
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.stop.stop();
+        if self
+            .thread
+            .take()
+            .is_some_and(|thread| thread.join().is_err())
+        {
+            tracing::error!("the thread that serves panicked");
+        }
+        // The last one out; it does not matter which that is.
+        if let Err(error) = self.directory.remove_if_empty() {
+            tracing::debug!(%error, "the directory of the sockets stays");
+        }
+    }
+}
