@@ -40,8 +40,8 @@ pub fn known_models() -> Vec<Model> {
             pools: vec![grouped_query(64, 8, 128)],
             service: service(Speed {
                 prefill_tokens_per_s: 6_000,
-                base_us: 32_000,
-                each_us: 450,
+                base_us: 40_000,
+                each_us: 500,
             }),
         },
         Model {
@@ -55,9 +55,9 @@ pub fn known_models() -> Vec<Model> {
                 dtype: Dtype::Bf16,
             }],
             service: service(Speed {
-                prefill_tokens_per_s: 8_000,
-                base_us: 35_000,
-                each_us: 400,
+                prefill_tokens_per_s: 6_000,
+                base_us: 40_000,
+                each_us: 500,
             }),
         },
         Model {
@@ -72,8 +72,8 @@ pub fn known_models() -> Vec<Model> {
                 },
             ],
             service: service(Speed {
-                prefill_tokens_per_s: 16_000,
-                base_us: 22_000,
+                prefill_tokens_per_s: 32_000,
+                base_us: 20_000,
                 each_us: 300,
             }),
         },
@@ -93,8 +93,8 @@ const DELTA_NET_STATE_BYTES: u64 = ((16 * 128 * 2 + 32 * 128) * 3 + 32 * 128 * 1
 
 /// Speed of the 8B model, and of models described by `--kv`.
 pub(super) const LLAMA_8B: Speed = Speed {
-    prefill_tokens_per_s: 16_000,
-    base_us: 24_000,
+    prefill_tokens_per_s: 24_000,
+    base_us: 22_000,
     each_us: 400,
 };
 
@@ -110,7 +110,7 @@ pub(super) fn service(speed: Speed) -> ServiceTimes {
     ServiceTimes {
         prefill_tokens_per_s: NonZeroU64::new(speed.prefill_tokens_per_s)
             .expect("every model in the table has a rate"),
-        prefill_budget_tokens: const { NonZeroU32::new(512).expect("not zero") },
+        prefill_budget_tokens: const { NonZeroU32::new(1024).expect("not zero") },
         decode_base: Duration::from_micros(speed.base_us),
         decode_per_sequence: Duration::from_micros(speed.each_us),
         max_batch: const { NonZeroU32::new(256).expect("not zero") },

@@ -1,0 +1,403 @@
+//! A model's cache on real ranks: the scheduler that decides, and the oracle that looks whether
+//! what it decided is so.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvcached_integrations::{
+    Background, ComposeError, DEFAULT_GRANULARITY, MappedPool, MapperConfig, MaxRun, PoolPolicy,
+    Scheduler, StartError, compose_over,
+};
+use kvcached_manager::{AllocError, BlockId as ManagedBlock};
+use kvcached_mapper::{Geometry, LayoutError, Mapper, PoolId, PoolSpec, Rank};
+use kvcached_page_alloc::Reserve;
+use kvcached_tp_ipc::Deadline;
+
+use super::crew::{Crew, CrewError};
+use super::device::OwnPool;
+use super::message::{MappedSet, PageTotals, Setup};
+use super::meters::{Meters, Timed};
+use super::oracle::{Checked, RankPool, Stamp};
+use crate::{BlockId, Broken, CacheError, KvCache, Return, Want, bytes_per_block};
+
+/// How often the mapped sets of all ranks are compared, in steps of the model.
+const COMPARE_EVERY: u64 = 512;
+
+/// A model and what one rank of it needs.
+#[derive(Debug, Clone)]
+pub(crate) struct ModelPlan {
+    pub(crate) pools: Vec<PoolPlan>,
+    pub(crate) max_run: MaxRun,
+    pub(crate) verify: bool,
+    /// What the rank's device has.
+    pub(crate) memory_bytes: u64,
+    /// What other models keep of it whatever happens.
+    pub(crate) others_bytes: u64,
+}
+
+/// A pool of a model on one rank.
+#[derive(Debug, Clone)]
+pub(crate) struct PoolPlan {
+    pub(crate) spec: PoolSpec,
+    pub(crate) geometry: Geometry,
+    pub(crate) reserve: Reserve,
+    /// Bytes of a block over all layers and buffers, padding not counted.
+    block_bytes: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct RankedCache {
+    /// Before the crew: it gives everything back on all ranks while they still are there.
+    scheduler: Scheduler,
+    crew: Crew,
+    /// The pools of the rank in this process, if there is one.
+    own: Vec<Arc<dyn RankPool>>,
+    plan: ModelPlan,
+    meters: Arc<Meters>,
+    /// Stamps not yet sent, by pool.
+    unsent: Vec<Vec<Stamp>>,
+    held_bytes: u64,
+    steps: u64,
+    checked: Checked,
+    divergent: BTreeSet<Rank>,
+}
+
+impl ModelPlan {
+    /// The part of a plan that a rank process is told.
+    pub(crate) fn of_setup(setup: &Setup) -> Result<Self, StartError> {
+        let pools = setup.pools.iter().enumerate().map(|(index, pool)| {
+            let (min, max) = pool.reserve;
+            PoolPlan::new(pool.spec(), Some(Reserve { min, max })).map_err(|source| {
+                StartError::Layout {
+                    pool: pool_id(index),
+                    source,
+                }
+            })
+        });
+        Ok(Self {
+            pools: pools.collect::<Result<_, _>>()?,
+            max_run: setup.max_run.into(),
+            verify: setup.verify,
+            memory_bytes: setup.memory_bytes,
+            others_bytes: 0,
+        })
+    }
+
+    /// See [`KvCache::fits`]: each pool has its null block besides, and other models have theirs.
+    pub(crate) fn fits(&self, blocks: &[u32]) -> bool {
+        let bytes: u128 = blocks
+            .iter()
+            .zip(&self.pools)
+            .map(|(&blocks, pool)| {
+                let geometry = &pool.geometry;
+                // Uneven pages hold at least so many on average; the engine meets the rest.
+                let per_page = geometry.max_blocks_per_page();
+                u128::from((u64::from(blocks) + 1).div_ceil(u64::from(per_page)))
+                    * u128::from(geometry.bundle_bytes())
+            })
+            .sum();
+        bytes + u128::from(self.others_bytes) <= u128::from(self.memory_bytes)
+    }
+
+    /// What the model keeps of the device whatever happens: the pages of its null blocks.
+    pub(crate) fn least_bytes(&self) -> u64 {
+        self.pools
+            .iter()
+            .map(|pool| pool.geometry.bundle_bytes())
+            .sum()
+    }
+
+    pub(crate) fn block_bytes(&self, pool: PoolId, blocks: u64) -> u64 {
+        self.pools[usize::from(pool.0)].block_bytes * blocks
+    }
+}
+
+impl PoolPlan {
+    /// A pool, with the reserve that suits its pages if none is given: a few tens of MiB, since
+    /// idle memory is what others wait for.
+    pub(crate) fn new(spec: PoolSpec, reserve: Option<Reserve>) -> Result<Self, LayoutError> {
+        const RESERVE_BYTES: u64 = 32 << 20;
+        let geometry = spec.resolve(DEFAULT_GRANULARITY)?;
+        let reserve = reserve.unwrap_or_else(|| {
+            let max = u32::try_from(RESERVE_BYTES / geometry.bundle_bytes()).unwrap_or(u32::MAX);
+            Reserve { min: max / 4, max }
+        });
+        let block_bytes = bytes_per_block(&spec);
+        Ok(Self {
+            spec,
+            geometry,
+            reserve,
+            block_bytes,
+        })
+    }
+}
+
+impl RankedCache {
+    /// A cache of one rank that nobody else has a part in.
+    pub(crate) fn alone(plan: &ModelPlan, own: Vec<OwnPool>) -> Result<Self, StartError> {
+        let meters = Arc::new(Meters::default());
+        let mappers = own
+            .iter()
+            .map(|pool| meters.whole(Arc::clone(&pool.mapper), false));
+        let mappers = mappers.collect();
+        Self::over(plan, mappers, own, Crew::default(), meters)
+    }
+
+    /// A cache of all the ranks of a topology: `own` is the one in this process, `crew` the others.
+    pub(crate) fn led(
+        plan: &ModelPlan,
+        config: &MapperConfig,
+        own: Vec<OwnPool>,
+        crew: Crew,
+        ready_timeout: Duration,
+    ) -> Result<Self, StartError> {
+        let meters = Arc::new(Meters::default());
+        let ready_by = Deadline::after(ready_timeout);
+        let has_remotes = config.topology.remotes().next().is_some();
+        let mappers = plan.pools.iter().enumerate().map(|(index, pool)| {
+            let id = pool_id(index);
+            let local = own
+                .get(index)
+                .map(|own| meters.local(Arc::clone(&own.mapper)));
+            let mapper = compose_over(config, id, &pool.geometry, local, ready_by)
+                .map_err(|source: ComposeError| StartError::Mapper { pool: id, source })?;
+            Ok(meters.whole(mapper, has_remotes))
+        });
+        let mappers = mappers.collect::<Result<_, StartError>>()?;
+        Self::over(plan, mappers, own, crew, meters)
+    }
+
+    fn over(
+        plan: &ModelPlan,
+        mappers: Vec<Arc<dyn Mapper>>,
+        own: Vec<OwnPool>,
+        crew: Crew,
+        meters: Arc<Meters>,
+    ) -> Result<Self, StartError> {
+        let pools = plan
+            .pools
+            .iter()
+            .zip(mappers)
+            .enumerate()
+            .map(|(index, (pool, mapper))| MappedPool {
+                id: pool_id(index),
+                geometry: pool.geometry.clone(),
+                policy: PoolPolicy {
+                    reserve: pool.reserve,
+                    ..PoolPolicy::default()
+                },
+                mapper,
+                tensor_bases: Vec::new(),
+            });
+        // The same input is to give the same result, so nothing happens behind the engine's back.
+        let scheduler = Scheduler::with_mappers(pools.collect(), plan.max_run, Background::Off)?;
+        Ok(Self {
+            scheduler,
+            crew,
+            own: own.into_iter().map(|pool| pool.memory).collect(),
+            plan: plan.clone(),
+            meters,
+            unsent: vec![Vec::new(); plan.pools.len()],
+            held_bytes: 0,
+            steps: 0,
+            checked: Checked::default(),
+            divergent: BTreeSet::new(),
+        })
+    }
+
+    /// What the oracle found so far.
+    pub(crate) const fn checked(&self) -> &Checked {
+        &self.checked
+    }
+
+    /// Ranks that were ever found to have other pages mapped than they should.
+    pub(crate) const fn divergent(&self) -> &BTreeSet<Rank> {
+        &self.divergent
+    }
+
+    /// Every measured call since this was last asked.
+    pub(crate) fn take_calls(&self) -> Vec<Timed> {
+        self.meters.take()
+    }
+
+    /// Pages and runs since the start.
+    pub(crate) fn page_totals(&self) -> PageTotals {
+        let mut totals = PageTotals::default();
+        for pool in self.scheduler.pools() {
+            let usage = pool.usage().pages;
+            totals.add(PageTotals {
+                mapped: usage.mapped_total,
+                unmapped: usage.unmapped_total,
+                runs: usage.runs_mapped_total,
+            });
+        }
+        totals
+    }
+
+    /// Compares what is mapped on all ranks with each other, and with what the scheduler believes.
+    pub(crate) fn compare_ranks(&mut self) -> Result<(), CrewError> {
+        let mut ranks = self.crew.mapped()?;
+        if !self.own.is_empty() {
+            let sets = self
+                .own
+                .iter()
+                .map(|pool| MappedSet::of(&pool.mapped()))
+                .collect();
+            ranks.insert(0, (Rank(0), sets));
+        }
+        let Some((_, first)) = ranks.first().cloned() else {
+            return Ok(());
+        };
+        for (rank, sets) in ranks {
+            let pages_agree = sets.iter().zip(self.scheduler.pools()).all(|(set, pool)| {
+                let usage = pool.usage().pages;
+                set.pages * pool.geometry().bundle_bytes() == usage.mapped_bytes
+            });
+            if sets != first || !pages_agree {
+                tracing::error!(%rank, "has other pages mapped than it should");
+                self.divergent.insert(rank);
+            }
+        }
+        Ok(())
+    }
+
+    fn send_stamps(&mut self) -> Result<(), Broken> {
+        for (pool, stamps) in (0..).zip(&mut self.unsent) {
+            if stamps.is_empty() {
+                continue;
+            }
+            self.crew.stamp(pool, stamps).map_err(Broken::new)?;
+            if let Some(own) = self.own.get(usize::from(pool)) {
+                own.stamp(stamps).map_err(Broken::new)?;
+            }
+            stamps.clear();
+        }
+        Ok(())
+    }
+
+    fn check(&mut self, pool: PoolId, stamps: &[Stamp]) -> Result<(), Broken> {
+        let own = self.own.get(usize::from(pool.0));
+        let look = |part: &[Stamp]| match own {
+            Some(own) => own.check(part).at(Rank(0)),
+            None => Checked::default(),
+        };
+        self.crew
+            .check(pool.0, stamps, &mut self.checked, look)
+            .map_err(Broken::new)
+    }
+}
+
+impl KvCache for RankedCache {
+    fn alloc(&mut self, wants: &[Want], out: &mut Vec<BlockId>) -> Result<(), CacheError> {
+        // One call a pool: all its blocks or none, its pages mapped together.
+        let mut handed_out: Vec<Vec<ManagedBlock>> = Vec::with_capacity(self.plan.pools.len());
+        for pool in self.scheduler.pools() {
+            let mine = wants.iter().filter(|want| want.pool == pool.id());
+            let blocks: u32 = mine.map(|want| want.blocks).sum();
+            match self.meters.alloc(|| pool.alloc(blocks)) {
+                Ok(blocks) => handed_out.push(blocks),
+                Err(error) => {
+                    for (pool, blocks) in self.scheduler.pools().iter().zip(&handed_out) {
+                        pool.free(blocks).map_err(Broken::new)?;
+                    }
+                    return match error {
+                        AllocError::Full { .. } => Err(CacheError::Full),
+                        broken => Err(Broken::new(broken).into()),
+                    };
+                }
+            }
+        }
+        let mut handed_out: Vec<_> = handed_out.into_iter().map(Vec::into_iter).collect();
+        for want in wants {
+            self.held_bytes += self.plan.block_bytes(want.pool, u64::from(want.blocks));
+            let pool = usize::from(want.pool.0);
+            let owner = want.owner.stamp();
+            for block in handed_out[pool].by_ref().take(want.blocks as usize) {
+                out.push(BlockId(block.0));
+                if self.plan.verify {
+                    self.unsent[pool].push(Stamp {
+                        block: block.0,
+                        owner,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn free(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+        self.send_stamps()?;
+        for returned in returns {
+            if self.plan.verify {
+                let owner = returned.owner.stamp();
+                let stamps: Vec<Stamp> = returned
+                    .blocks
+                    .iter()
+                    .map(|block| Stamp {
+                        block: block.0,
+                        owner,
+                    })
+                    .collect();
+                self.check(returned.pool, &stamps)?;
+            }
+            let blocks: Vec<ManagedBlock> = returned
+                .blocks
+                .iter()
+                .map(|block| ManagedBlock(block.0))
+                .collect();
+            pool_of(&self.scheduler, returned.pool)
+                .free(&blocks)
+                .map_err(Broken::new)?;
+            self.held_bytes -= self.plan.block_bytes(returned.pool, blocks.len() as u64);
+        }
+        Ok(())
+    }
+
+    fn fits(&self, blocks: &[u32]) -> bool {
+        self.plan.fits(blocks)
+    }
+
+    fn trim(&mut self) -> Result<(), Broken> {
+        self.send_stamps()?;
+        for pool in self.scheduler.pools() {
+            pool.trim().map_err(Broken::new)?;
+        }
+        Ok(())
+    }
+
+    fn step_end(&mut self) -> Result<(), Broken> {
+        self.send_stamps()?;
+        for pool in self.scheduler.pools() {
+            while pool.replenish().map_err(Broken::new)?.more {}
+        }
+        self.steps += 1;
+        if self.plan.verify && self.steps.is_multiple_of(COMPARE_EVERY) {
+            self.compare_ranks().map_err(Broken::new)?;
+        }
+        Ok(())
+    }
+
+    fn mapped_bytes(&self) -> u64 {
+        self.scheduler
+            .pools()
+            .iter()
+            .map(|pool| pool.usage().pages.mapped_bytes)
+            .sum()
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.held_bytes
+    }
+}
+
+fn pool_of(scheduler: &Scheduler, pool: PoolId) -> &kvcached_integrations::Pool {
+    scheduler
+        .pool(pool)
+        .expect("the engine asks for the pools that the model has")
+}
+
+pub(crate) fn pool_id(index: usize) -> PoolId {
+    PoolId(u16::try_from(index).expect("a model has one pool or two"))
+}

@@ -1,0 +1,279 @@
+//! The rank processes of one model, as the replaying process sees them.
+
+use std::ffi::OsString;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use kvcached_mapper::Rank;
+use thiserror::Error;
+
+use super::channel::{Channel, ChannelError};
+use super::message::{Answer, MappedSet, Order, STAMPS_PER_MESSAGE, Setup};
+use super::oracle::{Checked, Stamp};
+
+/// How long a rank may take to end in good order.
+const END_BOUND: Duration = Duration::from_secs(5);
+
+/// How a rank process is started: a program that calls [`serve_rank`](super::serve_rank).
+#[derive(Debug, Clone)]
+pub struct RankProgram {
+    /// The program.
+    pub program: PathBuf,
+    /// What makes it a rank.
+    pub arguments: Vec<OsString>,
+}
+
+/// The rank processes of one model. Dropped, they end, in good order or by force.
+#[derive(Debug, Default)]
+pub(crate) struct Crew {
+    members: Vec<Member>,
+}
+
+#[derive(Debug)]
+struct Member {
+    rank: Rank,
+    child: Child,
+    channel: Channel,
+    /// A second hold on the socket, to end the conversation with.
+    socket: UnixStream,
+}
+
+/// Why a rank process did not do its part.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum CrewError {
+    /// It was not there to begin with.
+    #[error("{rank} of {instance} cannot be started from {program}: {source}")]
+    Start {
+        /// The rank.
+        rank: Rank,
+        /// The instance it belongs to.
+        instance: String,
+        /// The program.
+        program: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// It said that it cannot go on.
+    #[error("{rank} failed: {reason}")]
+    Failed {
+        /// The rank.
+        rank: Rank,
+        /// Its words.
+        reason: String,
+    },
+    /// It ended, or the line did.
+    #[error("{rank} is gone ({status}): {reason}")]
+    Gone {
+        /// The rank.
+        rank: Rank,
+        /// How the process ended, if it did.
+        status: String,
+        /// What the line said.
+        reason: String,
+    },
+    /// It answered something else than was asked.
+    #[error("{rank} answered out of turn")]
+    OutOfTurn {
+        /// The rank.
+        rank: Rank,
+    },
+    /// Ranks that run schedulers of their own and decided differently.
+    #[error("{rank} decided differently from the first rank: {what}")]
+    Diverged {
+        /// The rank.
+        rank: Rank,
+        /// What about.
+        what: &'static str,
+    },
+}
+
+impl Crew {
+    /// Starts one process for each setup, and waits until all of them are set up.
+    pub(crate) fn start(
+        program: &RankProgram,
+        setups: Vec<Setup>,
+        ready_timeout: Duration,
+    ) -> Result<Self, CrewError> {
+        let mut crew = Self::default();
+        for setup in setups {
+            crew.members
+                .push(Member::start(program, setup, ready_timeout)?);
+        }
+        for member in &mut crew.members {
+            match member.receive()? {
+                Answer::Ready => {}
+                _ => return Err(CrewError::OutOfTurn { rank: member.rank }),
+            }
+        }
+        Ok(crew)
+    }
+
+    /// Has every rank stamp these blocks; does not wait for it.
+    pub(crate) fn stamp(&mut self, pool: u16, stamps: &[Stamp]) -> Result<(), CrewError> {
+        for part in stamps.chunks(STAMPS_PER_MESSAGE) {
+            self.tell(&Order::Stamp {
+                pool,
+                stamps: part.to_vec(),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Has every rank look at these blocks, all at once, and this process look at its own
+    /// meanwhile; adds what they found.
+    pub(crate) fn check(
+        &mut self,
+        pool: u16,
+        stamps: &[Stamp],
+        checked: &mut Checked,
+        own: impl Fn(&[Stamp]) -> Checked,
+    ) -> Result<(), CrewError> {
+        for part in stamps.chunks(STAMPS_PER_MESSAGE) {
+            self.tell(&Order::Check {
+                pool,
+                stamps: part.to_vec(),
+            })?;
+            checked.merge(own(part));
+            for (rank, answer) in self.answers()? {
+                let Answer::Checked(found) = answer else {
+                    return Err(CrewError::OutOfTurn { rank });
+                };
+                checked.merge(found.at(rank));
+            }
+        }
+        Ok(())
+    }
+
+    /// What each rank has mapped, by pool.
+    pub(crate) fn mapped(&mut self) -> Result<Vec<(Rank, Vec<MappedSet>)>, CrewError> {
+        let answers = self.ask(&Order::Mapped)?;
+        let sets = answers.into_iter().map(|(rank, answer)| match answer {
+            Answer::Mapped(sets) => Ok((rank, sets)),
+            _ => Err(CrewError::OutOfTurn { rank }),
+        });
+        sets.collect()
+    }
+
+    /// Gives every rank the same order and collects the answers.
+    pub(crate) fn ask(&mut self, order: &Order) -> Result<Vec<(Rank, Answer)>, CrewError> {
+        self.tell(order)?;
+        self.answers()
+    }
+
+    fn tell(&mut self, order: &Order) -> Result<(), CrewError> {
+        self.members
+            .iter_mut()
+            .try_for_each(|member| member.send(order))
+    }
+
+    fn answers(&mut self) -> Result<Vec<(Rank, Answer)>, CrewError> {
+        self.members
+            .iter_mut()
+            .map(|member| Ok((member.rank, member.receive()?)))
+            .collect()
+    }
+}
+
+impl Member {
+    fn start(program: &RankProgram, setup: Setup, bound: Duration) -> Result<Self, CrewError> {
+        let rank = setup.rank();
+        let failed = |source| CrewError::Start {
+            rank,
+            instance: setup.instance.clone(),
+            program: program.program.clone(),
+            source,
+        };
+        let (here, there) = UnixStream::pair().map_err(failed)?;
+        let socket = here.try_clone().map_err(failed)?;
+        let child = Command::new(&program.program)
+            .args(&program.arguments)
+            .stdin(Stdio::from(OwnedFd::from(there)))
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(failed)?;
+        let channel = match Channel::new(here, Some(bound)) {
+            Ok(channel) => channel,
+            Err(error) => {
+                return Err(CrewError::Failed {
+                    rank,
+                    reason: error.to_string(),
+                });
+            }
+        };
+        let mut member = Self {
+            rank,
+            child,
+            channel,
+            socket,
+        };
+        member.send(&Order::Setup(Box::new(setup)))?;
+        Ok(member)
+    }
+
+    fn send(&mut self, order: &Order) -> Result<(), CrewError> {
+        match self.channel.send(order) {
+            Ok(()) => Ok(()),
+            // It may have said why before it closed the line.
+            Err(error) => match self.channel.receive() {
+                Ok(Answer::Failed(reason)) => Err(CrewError::Failed {
+                    rank: self.rank,
+                    reason,
+                }),
+                _ => Err(self.gone(&error)),
+            },
+        }
+    }
+
+    fn receive(&mut self) -> Result<Answer, CrewError> {
+        match self.channel.receive() {
+            Ok(Answer::Failed(reason)) => Err(CrewError::Failed {
+                rank: self.rank,
+                reason,
+            }),
+            Ok(answer) => Ok(answer),
+            Err(error) => Err(self.gone(&error)),
+        }
+    }
+
+    fn gone(&mut self, error: &ChannelError) -> CrewError {
+        let status = match self.child.try_wait() {
+            Ok(Some(status)) => status.to_string(),
+            Ok(None) => "still running".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        CrewError::Gone {
+            rank: self.rank,
+            status,
+            reason: error.to_string(),
+        }
+    }
+
+    /// Waits for the process to end by itself: its socket closes when it does.
+    fn wait(&mut self) -> std::io::Result<ExitStatus> {
+        self.channel.wait_closed(END_BOUND);
+        // Without effect on a process that has ended.
+        self.child.kill()?;
+        self.child.wait()
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        // All at once, then one after the other.
+        for member in &self.members {
+            drop(member.socket.shutdown(Shutdown::Write));
+        }
+        for member in &mut self.members {
+            match member.wait() {
+                Ok(status) if status.success() => {}
+                Ok(status) => tracing::warn!(rank = member.rank.0, %status, "a rank ended badly"),
+                Err(error) => tracing::warn!(rank = member.rank.0, %error, "a rank did not end"),
+            }
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! How long each call took, measured around the mappers.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use kvcached_mapper::{MapError, Mapper, PageRun, Readiness};
+use serde::{Deserialize, Serialize};
+
+/// What took time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Call {
+    /// An allocation of blocks, whatever it caused.
+    Alloc,
+    /// Backing pages, on every rank.
+    Map,
+    /// Taking memory away, on every rank.
+    Unmap,
+    /// The part of `Map` or `Unmap` that was spent on ranks in other processes.
+    Broadcast,
+}
+
+/// One call and its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Timed {
+    pub(crate) call: Call,
+    pub(crate) ns: u64,
+}
+
+/// The calls of one model since somebody last asked.
+#[derive(Debug, Default)]
+pub(crate) struct Meters {
+    calls: Mutex<Vec<Timed>>,
+    /// How long the part in this process took, of the call under way.
+    local_ns: AtomicU64,
+}
+
+/// Measures whole calls, as the page allocator sees them, and the other ranks' part of them.
+#[derive(Debug)]
+struct Whole {
+    inner: Arc<dyn Mapper>,
+    meters: Arc<Meters>,
+    has_remotes: bool,
+}
+
+/// Measures this process's part of a call.
+#[derive(Debug)]
+struct Local {
+    inner: Arc<dyn Mapper>,
+    meters: Arc<Meters>,
+}
+
+impl Meters {
+    /// `inner`, measured as the whole of a call.
+    pub(crate) fn whole(
+        self: &Arc<Self>,
+        inner: Arc<dyn Mapper>,
+        has_remotes: bool,
+    ) -> Arc<dyn Mapper> {
+        Arc::new(Whole {
+            inner,
+            meters: Arc::clone(self),
+            has_remotes,
+        })
+    }
+
+    /// `inner`, measured as the part of a call in this process.
+    pub(crate) fn local(self: &Arc<Self>, inner: Arc<dyn Mapper>) -> Arc<dyn Mapper> {
+        Arc::new(Local {
+            inner,
+            meters: Arc::clone(self),
+        })
+    }
+
+    /// Measures one allocation.
+    pub(crate) fn alloc<R>(&self, call: impl FnOnce() -> R) -> R {
+        let (result, ns) = timed(call);
+        self.record(Call::Alloc, ns);
+        result
+    }
+
+    /// Every call since this was last asked, in order.
+    pub(crate) fn take(&self) -> Vec<Timed> {
+        std::mem::take(&mut *self.calls.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn record(&self, call: Call, ns: u64) {
+        self.calls
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(Timed { call, ns });
+    }
+}
+
+impl Whole {
+    fn measure(
+        &self,
+        call: Call,
+        act: impl FnOnce() -> Result<(), MapError>,
+    ) -> Result<(), MapError> {
+        self.meters.local_ns.store(0, Ordering::Relaxed);
+        let (result, ns) = timed(act);
+        self.meters.record(call, ns);
+        if self.has_remotes {
+            let local_ns = self.meters.local_ns.load(Ordering::Relaxed);
+            self.meters
+                .record(Call::Broadcast, ns.saturating_sub(local_ns));
+        }
+        result
+    }
+}
+
+impl Mapper for Whole {
+    fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.measure(Call::Map, || self.inner.map(runs))
+    }
+
+    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.measure(Call::Unmap, || self.inner.unmap(runs))
+    }
+
+    fn headroom(&self) -> Option<u32> {
+        self.inner.headroom()
+    }
+
+    fn ready(&self) -> Result<Readiness, MapError> {
+        self.inner.ready()
+    }
+}
+
+impl Local {
+    fn measure(&self, act: impl FnOnce() -> Result<(), MapError>) -> Result<(), MapError> {
+        let (result, ns) = timed(act);
+        self.meters.local_ns.fetch_add(ns, Ordering::Relaxed);
+        result
+    }
+}
+
+impl Mapper for Local {
+    fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.measure(|| self.inner.map(runs))
+    }
+
+    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.measure(|| self.inner.unmap(runs))
+    }
+
+    fn headroom(&self) -> Option<u32> {
+        self.inner.headroom()
+    }
+
+    fn ready(&self) -> Result<Readiness, MapError> {
+        self.inner.ready()
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "measuring is what this file is for"
+)]
+fn timed<R>(call: impl FnOnce() -> R) -> (R, u64) {
+    let start = Instant::now();
+    let result = call();
+    (
+        result,
+        u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+    )
+}

@@ -1,0 +1,650 @@
+//! A replay from beginning to end: the static split in bookkeeping, the elastic pool on real ranks,
+//! and the comparison.
+
+use std::fs;
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use std::{fmt, io};
+
+use kvcached_integrations::{ByteSize, MapperConfig, MaxRun, StartError};
+use kvcached_mapper::{Cold, Layout, LayoutError, PageSize};
+use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, SessionId, Topology};
+use kvcached_vmm::{Budget, BudgetError};
+use thiserror::Error;
+
+use crate::ranks::{
+    AutonomousCache, Call, Checked, Crew, ModelPlan, OwnPool, PageTotals, PoolMessage, PoolPlan,
+    RankedCache, Setup, Timed, open_pools,
+};
+use crate::{
+    Assign, BlockId, Broken, CacheError, CrewError, Device, Engine, FixedSplit, KvCache, Latencies,
+    Model, Outcome, Placement, PlacementError, Progress, RankError, RankProgram, Return,
+    ServedModel, Trace, Want, bytes_per_block,
+};
+
+/// Everything that decides what a replay does.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// The requests.
+    pub trace: Trace,
+    /// The models, one entry per instance.
+    pub models: Vec<Model>,
+    /// How they share the requests.
+    pub assign: Assign,
+    /// Decides which request a hot model gets.
+    pub seed: u64,
+    /// Ranks of each model.
+    pub tp: u16,
+    /// Where their scheduler is.
+    pub topology: ReplayTopology,
+    /// Layout of the tensors.
+    pub layout: Layout,
+    /// Page size of the token pools.
+    pub page_size: PageSize,
+    /// Tokens of a block.
+    pub block_tokens: NonZeroU32,
+    /// What the device of each rank has for all models together.
+    pub memory_bytes: u64,
+    /// Where the memory is.
+    pub device: Device,
+    /// What lies behind a page without memory.
+    pub cold: Cold,
+    /// Pages backed together at most.
+    pub max_run: MaxRun,
+    /// Does the oracle stamp and check every block?
+    pub verify: bool,
+    /// How time passes.
+    pub pace: Pace,
+    /// Where the sockets are; a folder of the replay's own is made in it, and removed.
+    pub runtime_dir: PathBuf,
+    /// How long a rank may take to answer.
+    pub ipc_timeout: Duration,
+    /// How long all ranks may take to be there.
+    pub ready_timeout: Duration,
+    /// How a rank process is started.
+    pub program: RankProgram,
+}
+
+/// Where the scheduler of a model is, as seen from its ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReplayTopology {
+    /// Inside rank 0, which is the replaying process.
+    Rank0,
+    /// In a process of its own, the replaying one: every rank is elsewhere.
+    Separate,
+    /// In every rank, none of which drives another.
+    Autonomous,
+}
+
+/// How time passes in a replay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Pace {
+    /// As the service times say, without waiting.
+    Virtual,
+    /// By the clock.
+    Real,
+}
+
+/// Which side of the comparison is being run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The same memory split evenly among the models.
+    Static,
+    /// The elastic pool.
+    Elastic,
+}
+
+/// What both sides came to.
+#[derive(Debug, Clone)]
+pub struct Comparison {
+    /// The elastic pool.
+    pub elastic: Outcome,
+    /// The static split.
+    pub fixed: Outcome,
+    /// Bytes of one model's static share, on each rank.
+    pub share_bytes: u64,
+    /// Pages and runs of all models' pools, on one rank.
+    pub pages: PageTotals,
+    /// Every measured call.
+    pub calls: CallTimes,
+    /// What the oracle found, on all ranks.
+    pub checked: Checked,
+    /// How many ranks, over all models, were ever found to have other pages mapped than they should.
+    pub ranks_divergent: u32,
+}
+
+/// Times of calls, of all models.
+#[derive(Debug, Clone, Default)]
+pub struct CallTimes {
+    /// Allocations of blocks.
+    pub alloc: Latencies,
+    /// Backing pages on every rank.
+    pub map: Latencies,
+    /// Taking memory away on every rank.
+    pub unmap: Latencies,
+    /// The part of mapping and unmapping that was spent on ranks in other processes.
+    pub broadcast: Latencies,
+}
+
+/// Why a replay has no result.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ReplayError {
+    /// A plan that makes no sense.
+    #[error("{0}")]
+    Plan(&'static str),
+    /// A model that cannot be laid out like that.
+    #[error("{model}: {source}")]
+    Placement {
+        /// Its label.
+        model: String,
+        /// Why.
+        source: PlacementError,
+    },
+    /// A model whose pages do not fit.
+    #[error("{model}: {source}")]
+    Layout {
+        /// Its label.
+        model: String,
+        /// Why.
+        source: LayoutError,
+    },
+    /// Pools that cannot be started.
+    #[error("{model}: {source}")]
+    Start {
+        /// Label of the model.
+        model: String,
+        /// Why.
+        source: Box<StartError>,
+    },
+    /// The rank in this process.
+    #[error("rank 0, in this process: {0}")]
+    Own(#[from] RankError),
+    /// A rank in another process.
+    #[error(transparent)]
+    Crew(#[from] CrewError),
+    /// A cache that could not go on.
+    #[error("after {done} of {requests} requests: {source}")]
+    Broken {
+        /// Requests done by then.
+        done: u32,
+        /// Requests of the trace.
+        requests: u32,
+        /// What broke.
+        source: Broken,
+    },
+    /// Pages of one model's null blocks alone fill the memory.
+    #[error(
+        "{} per rank is too little: the first pages of all pools alone need {}",
+        ByteSize(*memory_bytes),
+        ByteSize(*needed_bytes)
+    )]
+    TooLittleMemory {
+        /// What each rank has.
+        memory_bytes: u64,
+        /// What it needs before the first request.
+        needed_bytes: u64,
+    },
+    /// No folder for the sockets.
+    #[error("cannot make a folder for the ranks in {path}: {source}", path = path.display())]
+    Folder {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No folder that nobody else can reach into.
+    #[error(transparent)]
+    RuntimeDir(#[from] RuntimeDirError),
+    /// No budget.
+    #[error(transparent)]
+    Budget(#[from] BudgetError),
+    /// A name that is none.
+    #[error(transparent)]
+    Name(#[from] NameError),
+    /// Somebody asked it to stop.
+    #[error("interrupted after {done} of {requests} requests")]
+    Interrupted {
+        /// Requests done by then.
+        done: u32,
+        /// Requests of the trace.
+        requests: u32,
+    },
+}
+
+/// Runs both sides. `progress` is told now and then how far it is; `stop` ends it early.
+///
+/// However this returns, every rank process has ended and the folder of the sockets is gone.
+///
+/// # Errors
+/// [`ReplayError`]. Corrupted contents and divergent ranks are no errors but results.
+pub fn replay(
+    plan: &Plan,
+    stop: &AtomicBool,
+    mut progress: impl FnMut(Side, Progress),
+) -> Result<Comparison, ReplayError> {
+    let served = served_models(plan)?;
+    let names: Vec<&str> = plan
+        .models
+        .iter()
+        .map(|model| model.name.as_str())
+        .collect();
+    let model_of = plan
+        .assign
+        .models_of(&plan.trace.requests, &names, plan.seed);
+    let plans = model_plans(plan, &served)?;
+
+    let share_bytes = plan.memory_bytes / plan.models.len() as u64;
+    let caches = plans
+        .iter()
+        .map(|model| model.static_share(share_bytes))
+        .collect();
+    let mut engine = Engine::new(&plan.trace.requests, &model_of, served.clone(), caches);
+    drive(&mut engine, Pace::Virtual, stop, |p| {
+        progress(Side::Static, p);
+    })?;
+    let (fixed, _) = engine.finish();
+
+    // After the caches in scope order: it is dropped last, when nobody uses it any more.
+    let folder = Folder::make(&plan.runtime_dir)?;
+    let caches = elastic_caches(plan, &served, plans, folder.path())?;
+    let mut engine = Engine::new(&plan.trace.requests, &model_of, served, caches);
+    let driven = drive(&mut engine, plan.pace, stop, |p| {
+        progress(Side::Elastic, p);
+    });
+    if let Err(error) = driven {
+        drop(engine);
+        return Err(error);
+    }
+    let (elastic, caches) = engine.finish();
+    let mut comparison = Comparison {
+        elastic,
+        fixed,
+        share_bytes,
+        pages: PageTotals::default(),
+        calls: CallTimes::default(),
+        checked: Checked::default(),
+        ranks_divergent: 0,
+    };
+    for cache in caches {
+        cache.conclude(&mut comparison)?;
+    }
+    Ok(comparison)
+}
+
+/// Runs an engine to its end.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "pacing by the clock is what `Pace::Real` asks for"
+)]
+fn drive<C: KvCache>(
+    engine: &mut Engine<'_, C>,
+    pace: Pace,
+    stop: &AtomicBool,
+    mut progress: impl FnMut(Progress),
+) -> Result<(), ReplayError> {
+    /// How often a wait looks whether it is to stop.
+    const GLANCE: Duration = Duration::from_millis(20);
+    let start = Instant::now();
+    while let Some(next) = engine.next_event_time() {
+        while pace == Pace::Real && !stop.load(Ordering::Relaxed) {
+            let left = next.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            std::thread::sleep(left.min(GLANCE));
+        }
+        let Progress { done, requests, .. } = engine.progress();
+        if stop.load(Ordering::Relaxed) {
+            return Err(ReplayError::Interrupted { done, requests });
+        }
+        engine
+            .advance()
+            .map_err(|source| match stop.load(Ordering::Relaxed) {
+                // What stopped this process may have stopped a rank a little earlier.
+                true => ReplayError::Interrupted { done, requests },
+                false => ReplayError::Broken {
+                    done,
+                    requests,
+                    source,
+                },
+            })?;
+        progress(engine.progress());
+    }
+    Ok(())
+}
+
+fn served_models(plan: &Plan) -> Result<Vec<ServedModel>, ReplayError> {
+    if plan.models.is_empty() {
+        return Err(ReplayError::Plan("a replay needs at least one model"));
+    }
+    if plan.tp == 0 {
+        return Err(ReplayError::Plan("a model has at least one rank"));
+    }
+    let label = |index: usize, model: &Model| {
+        let alone = plan
+            .models
+            .iter()
+            .filter(|other| other.name == model.name)
+            .count()
+            == 1;
+        if alone {
+            model.name.clone()
+        } else {
+            format!("{}#{index}", model.name)
+        }
+    };
+    Ok(plan
+        .models
+        .iter()
+        .enumerate()
+        .map(|(index, model)| ServedModel::new(label(index, model), model, plan.block_tokens))
+        .collect())
+}
+
+/// What one rank of each model needs.
+fn model_plans(plan: &Plan, served: &[ServedModel]) -> Result<Vec<ModelPlan>, ReplayError> {
+    let placement = Placement {
+        tp: plan.tp,
+        layout: plan.layout,
+        block_tokens: plan.block_tokens.get(),
+        page_size: plan.page_size,
+        capacity_bytes: plan.memory_bytes,
+    };
+    let mut plans = Vec::new();
+    for (model, served) in plan.models.iter().zip(served) {
+        let label = || served.label.clone();
+        let specs = model
+            .pool_specs(&placement)
+            .map_err(|source| ReplayError::Placement {
+                model: label(),
+                source,
+            })?;
+        let pools = specs
+            .into_iter()
+            .map(|spec| PoolPlan::new(spec, None))
+            .collect::<Result<_, _>>()
+            .map_err(|source| ReplayError::Layout {
+                model: label(),
+                source,
+            })?;
+        plans.push(ModelPlan {
+            pools,
+            max_run: plan.max_run,
+            verify: plan.verify,
+            memory_bytes: plan.memory_bytes,
+            others_bytes: 0,
+        });
+    }
+    let needed_bytes: u64 = plans.iter().map(ModelPlan::least_bytes).sum();
+    if needed_bytes > plan.memory_bytes {
+        let memory_bytes = plan.memory_bytes;
+        return Err(ReplayError::TooLittleMemory {
+            memory_bytes,
+            needed_bytes,
+        });
+    }
+    for model in &mut plans {
+        model.others_bytes = needed_bytes - model.least_bytes();
+    }
+    Ok(plans)
+}
+
+impl ModelPlan {
+    fn static_share(&self, share_bytes: u64) -> FixedSplit {
+        let block_bytes: Vec<u64> = self
+            .pools
+            .iter()
+            .map(|pool| bytes_per_block(&pool.spec))
+            .collect();
+        FixedSplit::new(share_bytes, &block_bytes)
+    }
+}
+
+/// Starts every rank of every model.
+fn elastic_caches(
+    plan: &Plan,
+    served: &[ServedModel],
+    models: Vec<ModelPlan>,
+    folder: &Path,
+) -> Result<Vec<ElasticCache>, ReplayError> {
+    let mut budgets = Vec::new();
+    for rank in 0..plan.tp {
+        let path = folder.join(format!("device-{rank}.budget"));
+        // Held only while the ranks start: each of them opens it for itself.
+        budgets.push((Budget::create(&path, plan.memory_bytes)?, path));
+    }
+    let own_rank = plan.topology == ReplayTopology::Rank0;
+    let mut own = Vec::new();
+    if own_rank {
+        let pools = models.iter().enumerate().flat_map(|(model, plans)| {
+            plans.pools.iter().enumerate().map(move |(pool, plan)| {
+                let tag = (model as u64) << 32 | pool as u64;
+                (tag, plan.geometry.clone())
+            })
+        });
+        let (device, memory) = (plan.device, plan.memory_bytes);
+        own = open_pools(device, memory, &budgets[0].1, plan.cold, pools.collect())?;
+    }
+    let mut own = own.into_iter();
+    let mut caches = Vec::new();
+    for (index, (model, served)) in models.into_iter().zip(served).enumerate() {
+        let own: Vec<OwnPool> = own
+            .by_ref()
+            .take(if own_rank { model.pools.len() } else { 0 })
+            .collect();
+        let instance: InstanceName = format!("model-{index}").parse()?;
+        let ranks = u16::from(own_rank)..plan.tp;
+        let setups = ranks.map(|rank| Setup {
+            instance: instance.to_string(),
+            runtime_dir: folder.to_path_buf(),
+            rank,
+            model: u16::try_from(index).expect("the number of models is limited to hundreds"),
+            autonomous: plan.topology == ReplayTopology::Autonomous,
+            device: plan.device,
+            budget: budgets[usize::from(rank)].1.clone(),
+            memory_bytes: plan.memory_bytes,
+            pools: model
+                .pools
+                .iter()
+                .map(|pool| PoolMessage::new(&pool.spec, (pool.reserve.min, pool.reserve.max)))
+                .collect(),
+            max_run: plan.max_run.into(),
+            zero_cold: plan.cold == Cold::Zero,
+            verify: plan.verify,
+            ipc_timeout: plan.ipc_timeout,
+        });
+        let crew = Crew::start(&plan.program, setups.collect(), plan.ready_timeout)?;
+        if plan.topology == ReplayTopology::Autonomous {
+            caches.push(ElasticCache::Autonomous(Box::new(AutonomousCache::new(
+                model, crew,
+            ))));
+            continue;
+        }
+        let endpoints = RuntimeDir::open(folder)?.instance(&instance)?;
+        let topology = match plan.topology {
+            ReplayTopology::Rank0 => Topology::rank0_coordinates(plan.tp, &endpoints),
+            _ => Topology::separate_coordinator(plan.tp, 1, &endpoints),
+        };
+        let config = MapperConfig {
+            instance,
+            topology,
+            cold: plan.cold,
+            ipc_timeout: plan.ipc_timeout,
+            session: SessionId::fresh(),
+        };
+        let cache =
+            RankedCache::led(&model, &config, own, crew, plan.ready_timeout).map_err(|source| {
+                ReplayError::Start {
+                    model: served.label.clone(),
+                    source: Box::new(source),
+                }
+            })?;
+        caches.push(ElasticCache::Led(Box::new(cache)));
+    }
+    Ok(caches)
+}
+
+/// A model's cache on real ranks, whoever decides.
+#[derive(Debug)]
+enum ElasticCache {
+    Led(Box<RankedCache>),
+    Autonomous(Box<AutonomousCache>),
+}
+
+impl ElasticCache {
+    fn cache(&self) -> &dyn KvCache {
+        match self {
+            Self::Led(cache) => &**cache,
+            Self::Autonomous(cache) => &**cache,
+        }
+    }
+
+    fn cache_mut(&mut self) -> &mut dyn KvCache {
+        match self {
+            Self::Led(cache) => &mut **cache,
+            Self::Autonomous(cache) => &mut **cache,
+        }
+    }
+
+    /// Adds what this model's ranks came to, and ends them.
+    fn conclude(self, comparison: &mut Comparison) -> Result<(), ReplayError> {
+        let divergent = match self {
+            Self::Led(mut cache) => {
+                cache.compare_ranks()?;
+                comparison.pages.add(cache.page_totals());
+                comparison.calls.add(&cache.take_calls());
+                comparison.checked.merge(cache.checked().clone());
+                cache.divergent().len()
+            }
+            Self::Autonomous(mut cache) => {
+                let (finished, divergent) = cache.finish()?;
+                comparison.calls.add(&cache.take_calls());
+                if let Some(first) = finished.first() {
+                    comparison.pages.add(first.pages);
+                }
+                for rank in finished {
+                    comparison.checked.merge(rank.checked);
+                }
+                divergent
+            }
+        };
+        comparison.ranks_divergent += u32::try_from(divergent).unwrap_or(u32::MAX);
+        Ok(())
+    }
+}
+
+impl KvCache for ElasticCache {
+    fn alloc(&mut self, wants: &[Want], out: &mut Vec<BlockId>) -> Result<(), CacheError> {
+        self.cache_mut().alloc(wants, out)
+    }
+
+    fn free(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+        self.cache_mut().free(returns)
+    }
+
+    fn fits(&self, blocks: &[u32]) -> bool {
+        self.cache().fits(blocks)
+    }
+
+    fn trim(&mut self) -> Result<(), Broken> {
+        self.cache_mut().trim()
+    }
+
+    fn step_end(&mut self) -> Result<(), Broken> {
+        self.cache_mut().step_end()
+    }
+
+    fn mapped_bytes(&self) -> u64 {
+        self.cache().mapped_bytes()
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.cache().held_bytes()
+    }
+}
+
+impl CallTimes {
+    fn add(&mut self, calls: &[Timed]) {
+        for timed in calls {
+            let times = match timed.call {
+                Call::Alloc => &mut self.alloc,
+                Call::Map => &mut self.map,
+                Call::Unmap => &mut self.unmap,
+                Call::Broadcast => &mut self.broadcast,
+            };
+            times.record(Duration::from_nanos(timed.ns));
+        }
+    }
+}
+
+/// A folder of the replay's own, gone when it is dropped.
+#[derive(Debug)]
+struct Folder(PathBuf);
+
+impl Folder {
+    fn make(runtime_dir: &Path) -> Result<Self, ReplayError> {
+        let parent = RuntimeDir::open(runtime_dir)?;
+        let path = parent.path().join(format!("replay-{}", std::process::id()));
+        let failed = |source| ReplayError::Folder {
+            path: path.clone(),
+            source,
+        };
+        // What a process of the same number left behind long ago.
+        match fs::remove_dir_all(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+            _ => {}
+        }
+        RuntimeDir::open(&path)?;
+        Ok(Self(path))
+    }
+
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            tracing::warn!(folder = %self.0.display(), %error, "a folder was left behind");
+        }
+    }
+}
+
+impl FromStr for ReplayTopology {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, &'static str> {
+        match text {
+            "rank0" => Ok(Self::Rank0),
+            "separate" => Ok(Self::Separate),
+            "autonomous" => Ok(Self::Autonomous),
+            _ => Err("a topology is rank0, separate or autonomous"),
+        }
+    }
+}
+
+impl fmt::Display for ReplayTopology {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Rank0 => "rank0",
+            Self::Separate => "separate",
+            Self::Autonomous => "autonomous",
+        })
+    }
+}
+
+impl fmt::Display for Pace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Virtual => "virtual",
+            Self::Real => "real",
+        })
+    }
+}
