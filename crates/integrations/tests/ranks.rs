@@ -13,11 +13,13 @@ use std::time::{Duration, Instant};
 use kvcached_integrations::{
     Arrangement, Background, Change, ComposeError, Config, EngineProcess, MappedPool, MapperConfig,
     Mode, PoolPolicy, PoolSetup, ProcessIds, RankReport, Role, Scheduler, SchedulerConfig,
-    StartError, Worker, WorkerConfig, WorkerError, compose, vllm,
+    StartError, Worker, WorkerConfig, WorkerError, compose, compose_over, vllm,
 };
 use kvcached_manager::{AllocError, FullReason};
+use kvcached_mapper::testing::RecordingMapper;
 use kvcached_mapper::{
-    Cause, KvBuffers, Layout, LocalMapper, PageRun, PageSize, PoolId, PoolSpec, Rank, Stage,
+    Cause, KvBuffers, Layout, LocalMapper, Mapper, PageId, PageRun, PageSize, PoolId, PoolSpec,
+    Rank, Stage,
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::{BindError, Deadline, RuntimeDir};
@@ -523,6 +525,38 @@ fn a_coordinator_needs_no_device_and_a_rank_does() {
             "{error}"
         );
     }
+}
+
+/// The rank in this process may be a mapper that somebody wrapped.
+#[test]
+fn a_ready_made_local_mapper_is_one_of_the_ranks() {
+    let engine = Engine::new("ready-made", LONG);
+    let device = device(48);
+    let worker = engine.worker(0, 1, &[POOL], &device);
+    let SchedulerConfig { mapper, .. } =
+        engine.scheduler_config(Arrangement::Rank0 { tp: 2 }, vec![setup(POOL)]);
+    let geometry = spec().resolve(GRANULE).unwrap();
+    let ready_by = || Deadline::after(Duration::from_secs(60));
+    assert!(matches!(
+        compose_over(&mapper, POOL, &geometry, None, ready_by()),
+        Err(ComposeError::NoDriver {
+            stage: Stage(0),
+            rank: Rank(0)
+        })
+    ));
+
+    let own = Arc::new(RecordingMapper::new(PAGES));
+    let local: Arc<dyn Mapper> = Arc::<RecordingMapper>::clone(&own);
+    let all = compose_over(&mapper, POOL, &geometry, Some(local), ready_by()).unwrap();
+    let run = PageRun::new(PageId(3), 2).unwrap();
+    all.map(&[run]).unwrap();
+    assert_eq!(
+        (own.mapped(), mapped(&worker, POOL)),
+        (vec![run], vec![run])
+    );
+    all.unmap(&[run]).unwrap();
+    assert_eq!((own.mapped(), mapped(&worker, POOL)), (vec![], vec![]));
+    assert_eq!(own.violations(), []);
 }
 
 #[test]
