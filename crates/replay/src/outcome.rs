@@ -52,7 +52,8 @@ pub struct Served {
     /// Prompt tokens that were there already, in the blocks of a shared prefix.
     pub reused_tokens: u64,
     /// Time from arrival to first token. A request without a first token, rejected ones above
-    /// all, counts as waiting to the end of the run: refusing requests makes nothing look better.
+    /// all, counts as waiting to the end of the run, or to a later end: see
+    /// [`Outcome::observe_until`]. Refusing requests makes nothing look better.
     pub ttft: Stats,
     /// Mean time from one token of a request to the next.
     pub mean_time_per_token: Duration,
@@ -99,6 +100,28 @@ pub struct Stats {
     pub p99: Duration,
     /// The greatest.
     pub max: Duration,
+}
+
+impl Outcome {
+    /// Has every request that never had a first token wait until `end`, if that is later than the
+    /// run's own end. Two runs of one trace can only be compared over the same time: one that
+    /// refuses what it cannot hold is done sooner, and those it refused still have no answer.
+    ///
+    /// `arrivals` are those of all requests, in the order of the trace.
+    pub fn observe_until(&mut self, end: Duration, arrivals: impl Iterator<Item = Duration>) {
+        let end = end.max(self.end);
+        let mut total = Vec::with_capacity(self.requests.len());
+        let mut by_model = vec![Vec::new(); self.models.len()];
+        for (request, arrival) in self.requests.iter().zip(arrivals) {
+            let ttft = request.ttft.unwrap_or_else(|| end.saturating_sub(arrival));
+            total.push(ttft);
+            by_model[request.model].push(ttft);
+        }
+        self.total.ttft = Stats::of(total);
+        for (model, ttft) in self.models.iter_mut().zip(by_model) {
+            model.served.ttft = Stats::of(ttft);
+        }
+    }
 }
 
 impl Stats {
@@ -288,5 +311,39 @@ mod tests {
         };
         meter.observe(Duration::ZERO, std::iter::once(sample));
         assert_eq!(meter.finish(Duration::ZERO).0.mean_mapped_bytes, 5);
+    }
+
+    #[test]
+    fn a_request_that_was_refused_waits_as_long_as_the_other_side_runs() {
+        let second = Duration::from_secs(1);
+        let request = |ttft| RequestOutcome {
+            model: 0,
+            ttft,
+            completed_at: ttft,
+            waited: false,
+            preemptions: 0,
+        };
+        let mut outcome = Outcome {
+            end: second * 10,
+            total: Served::default(),
+            memory: MemoryUse::default(),
+            models: vec![ModelOutcome {
+                label: "only".to_owned(),
+                served: Served::default(),
+                memory: MemoryUse::default(),
+            }],
+            series: Series::new(1),
+            requests: vec![request(Some(second * 2)), request(None)],
+        };
+        let arrivals = [Duration::ZERO, second * 4];
+        outcome.observe_until(second * 30, arrivals.into_iter());
+        assert_eq!(outcome.total.ttft.max, second * 26);
+        assert_eq!(outcome.models[0].served.ttft.p50, second * 2);
+        outcome.observe_until(Duration::ZERO, arrivals.into_iter());
+        assert_eq!(
+            outcome.total.ttft.max,
+            second * 6,
+            "never before its own end"
+        );
     }
 }

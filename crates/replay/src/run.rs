@@ -248,7 +248,7 @@ pub fn replay(
     drive(&mut engine, Pace::Virtual, stop, |p| {
         progress(Side::Static, p);
     })?;
-    let (fixed, _) = engine.finish();
+    let (mut fixed, _) = engine.finish();
 
     // After the caches in scope order: it is dropped last, when nobody uses it any more.
     let folder = Folder::make(&plan.runtime_dir)?;
@@ -261,7 +261,14 @@ pub fn replay(
         drop(engine);
         return Err(error);
     }
-    let (elastic, caches) = engine.finish();
+    let (mut elastic, caches) = engine.finish();
+    let end = fixed.end.max(elastic.end);
+    for outcome in [&mut fixed, &mut elastic] {
+        outcome.observe_until(
+            end,
+            plan.trace.requests.iter().map(|request| request.arrival),
+        );
+    }
     let mut comparison = Comparison {
         elastic,
         fixed,
