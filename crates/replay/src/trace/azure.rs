@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{
     Fault, Request, Timed, lines,
-    table::{Field, Header, Place},
+    table::{Field, Header, Place, Row},
 };
 
 const EXPECTED_TIME: &str = "a time as \"YYYY-MM-DD HH:MM:SS.ffffff\", years 1970 to 9999";
@@ -21,11 +21,12 @@ pub(super) fn parse(text: &str) -> Result<Vec<Timed>, Fault> {
     };
     lines
         .map(|line| {
-            let at = timestamp(time.field(line)?)?;
+            let row = Row::parse(line);
+            let at = timestamp(time.field(&row)?)?;
             let request = Request {
                 arrival: Duration::ZERO,
-                input_tokens: input.field(line)?.tokens()?,
-                output_tokens: output.field(line)?.tokens()?,
+                input_tokens: input.field(&row)?.tokens()?,
+                output_tokens: output.field(&row)?.tokens()?,
                 prefix: Vec::new(),
                 model: None,
             };
@@ -34,7 +35,7 @@ pub(super) fn parse(text: &str) -> Result<Vec<Timed>, Fault> {
         .collect()
 }
 
-fn columns(line: &str) -> Option<[Place<'_>; 3]> {
+fn columns(line: &str) -> Option<[Place; 3]> {
     let header = Header::parse(line);
     Some([
         header.find("TIMESTAMP")?,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{
     Fault, Request, Timed, lines,
-    table::{Field, Header, Place},
+    table::{Field, Header, Place, Row},
 };
 
 /// About 31 years: the published trace spans four months.
@@ -15,11 +15,11 @@ const EXPECTED_TIME: &str = "a time in seconds from 0 to 1000000000";
 
 /// Columns that are needed, and the model's name where there is one.
 #[derive(Debug)]
-struct Columns<'a> {
-    time: Place<'a>,
-    input: Place<'a>,
-    output: Place<'a>,
-    model: Option<Place<'a>>,
+struct Columns {
+    time: Place,
+    input: Place,
+    output: Place,
+    model: Option<Place>,
 }
 
 pub(super) fn is_header(line: &str) -> bool {
@@ -33,15 +33,16 @@ pub(super) fn parse(text: &str) -> Result<Vec<Timed>, Fault> {
     };
     lines
         .map(|line| {
-            let at = timestamp(columns.time.field(line)?)?;
-            let model = match columns.model {
-                Some(model) => Some(model.field(line)?.text).filter(|name| !name.is_empty()),
+            let row = Row::parse(line);
+            let at = timestamp(columns.time.field(&row)?)?;
+            let model = match &columns.model {
+                Some(model) => Some(model.field(&row)?.text).filter(|name| !name.is_empty()),
                 None => None,
             };
             let request = Request {
                 arrival: Duration::ZERO,
-                input_tokens: columns.input.field(line)?.tokens()?,
-                output_tokens: columns.output.field(line)?.tokens()?,
+                input_tokens: columns.input.field(&row)?.tokens()?,
+                output_tokens: columns.output.field(&row)?.tokens()?,
                 prefix: Vec::new(),
                 model: model.map(str::to_owned),
             };
@@ -50,7 +51,7 @@ pub(super) fn parse(text: &str) -> Result<Vec<Timed>, Fault> {
         .collect()
 }
 
-fn columns(line: &str) -> Option<Columns<'_>> {
+fn columns(line: &str) -> Option<Columns> {
     let header = Header::parse(line);
     Some(Columns {
         time: header.find("Timestamp")?,

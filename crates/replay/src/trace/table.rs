@@ -1,57 +1,75 @@
-//! CSV as the public traces use it: a header, fields split at commas, perhaps in double quotes,
-//! never a line break inside a field. Splitting by line keeps line and column numbers exact.
+//! Lines of a CSV by the names of their columns. Each line is a record of its own, as in all public
+//! traces (no line break inside a field), so that line and column numbers are exact.
+
+use csv::{ReaderBuilder, StringRecord, Trim};
 
 use super::{Column, Fault, Line, MAX_REQUEST_TOKENS, Problem};
 
 /// Names of the columns, in the order of the file.
 #[derive(Debug)]
-pub(super) struct Header<'a> {
-    names: Vec<&'a str>,
+pub(super) struct Header {
+    names: StringRecord,
 }
 
 /// Where one named column is.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Place<'a> {
+#[derive(Debug, Clone)]
+pub(super) struct Place {
     index: usize,
-    name: &'a str,
+    name: String,
+}
+
+/// One line after the header.
+#[derive(Debug)]
+pub(super) struct Row {
+    fields: StringRecord,
+    number: usize,
 }
 
 /// One field of one line.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Field<'a> {
     pub(super) text: &'a str,
-    place: Place<'a>,
+    place: &'a Place,
     line: usize,
 }
 
-impl<'a> Header<'a> {
-    pub(super) fn parse(line: &'a str) -> Self {
+impl Header {
+    pub(super) fn parse(line: &str) -> Self {
         Self {
-            names: line.split(',').map(unquoted).collect(),
+            names: record(line),
         }
     }
 
     /// The column called `name`, in any capitals.
-    pub(super) fn find(&self, name: &str) -> Option<Place<'a>> {
+    pub(super) fn find(&self, name: &str) -> Option<Place> {
         let index = self
             .names
             .iter()
             .position(|found| found.eq_ignore_ascii_case(name))?;
         Some(Place {
             index,
-            name: self.names[index],
+            name: self.names[index].to_owned(),
         })
     }
 }
 
-impl<'a> Place<'a> {
-    /// This column's field of `line`; a line that ends before it is cut off.
-    pub(super) fn field(self, line: Line<'a>) -> Result<Field<'a>, Fault> {
-        let text = line.text.split(',').nth(self.index).map(unquoted);
+impl Row {
+    pub(super) fn parse(line: Line<'_>) -> Self {
+        Self {
+            fields: record(line.text),
+            number: line.number,
+        }
+    }
+}
+
+impl Place {
+    /// This column's field of `row`; a line that ends before it is cut off.
+    pub(super) fn field<'a>(&'a self, row: &'a Row) -> Result<Field<'a>, Fault> {
+        let text = row.fields.get(self.index);
         let field = Field {
             text: text.unwrap_or_default(),
             place: self,
-            line: line.number,
+            line: row.number,
         };
         if text.is_none() {
             return Err(field.fault_found("a value", "the end of the line".to_owned()));
@@ -99,11 +117,18 @@ pub(super) fn expected_tokens() -> String {
     format!("a whole number of tokens from 0 to {MAX_REQUEST_TOKENS}")
 }
 
-fn unquoted(field: &str) -> &str {
-    let field = field.trim();
-    field
-        .strip_prefix('"')
-        .and_then(|inner| inner.strip_suffix('"'))
-        .unwrap_or(field)
-        .trim()
+/// The fields of one line. One that cannot be split has none, and so lacks every column.
+fn record(line: &str) -> StringRecord {
+    let mut reader = ReaderBuilder::new()
+        .has_headers(false)
+        .flexible(true)
+        .trim(Trim::All)
+        // One record is read; the default buffer is made for whole files.
+        .buffer_capacity(line.len().max(1))
+        .from_reader(line.as_bytes());
+    let mut record = StringRecord::new();
+    match reader.read_record(&mut record) {
+        Ok(_) => record,
+        Err(_) => StringRecord::new(),
+    }
 }
