@@ -1,7 +1,7 @@
 //! Unix stream sockets that carry frames, never block longer than asked, and talk to nobody but
 //! this user. The only place of the crate that opens one, and the clock behind every bound.
 
-use std::fs::{self, File, Permissions};
+use std::fs::{self, File, Permissions, TryLockError};
 use std::io::{self, ErrorKind, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -10,7 +10,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, Backlog, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt, listen,
@@ -517,20 +516,20 @@ fn identity(endpoint: &Endpoint) -> io::Result<(u64, u64)> {
 }
 
 /// Locks the directory of an endpoint; `None` if that cannot be had by the deadline. The lock goes
-/// with its process, and leaves no file behind.
-fn lock_directory(endpoint: &Endpoint, deadline: Deadline) -> io::Result<Option<Flock<File>>> {
+/// with the handle, so also with its process, and leaves no file behind.
+fn lock_directory(endpoint: &Endpoint, deadline: Deadline) -> io::Result<Option<File>> {
     let parent = endpoint
         .path()
         .parent()
         .filter(|parent| !parent.as_os_str().is_empty());
-    let mut directory = File::open(parent.unwrap_or_else(|| Path::new(".")))?;
+    let directory = File::open(parent.unwrap_or_else(|| Path::new(".")))?;
     let mut backoff = Backoff::default();
     loop {
-        directory = match Flock::lock(directory, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => return Ok(Some(lock)),
-            Err((directory, Errno::EAGAIN | Errno::EINTR)) => directory,
-            Err((_, e)) => return Err(e.into()),
-        };
+        match directory.try_lock() {
+            Ok(()) => return Ok(Some(directory)),
+            Err(TryLockError::Error(e)) if e.kind() != ErrorKind::Interrupted => return Err(e),
+            Err(_) => {}
+        }
         if !backoff.pause(deadline)? {
             return Ok(None);
         }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use kvcached_mapper::{Cause, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Stage};
@@ -582,6 +582,35 @@ fn a_dead_socket_is_replaced_and_a_live_one_is_not() {
     )
     .unwrap();
     ranks.map(&[run(0, 1)]).unwrap();
+}
+
+/// All of them find the dead socket; none removes the new one of another.
+#[test]
+fn of_many_that_find_a_dead_socket_one_replaces_it() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let endpoint = dir.endpoint(Stage(0), Rank(0));
+    let together = Barrier::new(6);
+    for _ in 0..200 {
+        drop(UnixListener::bind(endpoint.path()).unwrap());
+        let bound: Vec<Result<FramedListener, BindError>> = thread::scope(|scope| {
+            let bind = || {
+                together.wait();
+                FramedListener::bind(&endpoint)
+            };
+            let binding: Vec<_> = (0..6).map(|_| scope.spawn(bind)).collect();
+            binding
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .collect()
+        });
+        let (live, refused): (Vec<_>, Vec<_>) = bound.into_iter().partition(Result::is_ok);
+        assert_eq!(live.len(), 1);
+        for refused in refused {
+            assert!(matches!(refused, Err(BindError::AlreadyServed { .. })));
+        }
+        FramedStream::try_connect(&endpoint).unwrap();
+    }
 }
 
 #[test]
