@@ -151,7 +151,14 @@ impl<'a, C: KvCache> Engine<'a, C> {
         let serving = &mut self.serving[model];
         serving.running = still_running;
         serving.step_ends_at = None;
-        self.take_back(model, &released)
+        let rests = serving.running.is_empty();
+        self.take_back(model, &released)?;
+        // A model with more to do ends its step when it has begun the next one; this may be the
+        // last for long, and what it no longer needs is not to lie idle until then.
+        if rests {
+            self.caches[model].step_end()?;
+        }
+        Ok(())
     }
 
     /// Gives every running sequence that generates the blocks for its next token. `true`: the
