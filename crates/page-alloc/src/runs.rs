@@ -241,3 +241,152 @@ impl Runs {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    enum Op {
+        Insert { count: u32, idle: bool },
+        TakePages(u32),
+        TakePage(Index),
+        PutPages(Vec<Index>),
+        TakeIdleRun { pages: u32, back: bool },
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            3 => (1..=MAX_RUN, any::<bool>()).prop_map(|(count, idle)| Op::Insert { count, idle }),
+            4 => (1u32..100).prop_map(Op::TakePages),
+            1 => any::<Index>().prop_map(Op::TakePage),
+            4 => prop::collection::vec(any::<Index>(), 0..100).prop_map(Op::PutPages),
+            2 => (1u32..100, any::<bool>())
+                .prop_map(|(pages, back)| Op::TakeIdleRun { pages, back }),
+        ]
+    }
+
+    /// Idle pages of each run, by the run.
+    type Model = BTreeMap<PageRun, BTreeSet<PageId>>;
+
+    /// Idle or used pages of all runs, in order.
+    fn pages(model: &Model, idle: bool) -> Vec<PageId> {
+        let of_run = |(run, pages): (&PageRun, &BTreeSet<PageId>)| -> Vec<PageId> {
+            run.pages()
+                .filter(|page| pages.contains(page) == idle)
+                .collect()
+        };
+        model.iter().flat_map(of_run).collect()
+    }
+
+    fn partly(run: PageRun, idle: &BTreeSet<PageId>) -> bool {
+        !idle.is_empty() && idle.len() < PageId(run.count()).index()
+    }
+
+    /// Lengths of the wholly idle runs.
+    fn wholly(model: &Model) -> impl DoubleEndedIterator<Item = u32> {
+        let lens = model
+            .iter()
+            .filter(|(run, idle)| idle.len() == PageId(run.count()).index());
+        let sorted: BTreeSet<u32> = lens.map(|(run, _)| run.count()).collect();
+        sorted.into_iter()
+    }
+
+    proptest! {
+        #[test]
+        fn the_run_drawn_from_is_the_fullest_and_the_one_given_back_fits_best(
+            ops in prop::collection::vec(op(), 1..80),
+        ) {
+            const PAGES: u32 = 6000;
+            let mut runs = Runs::new(PAGES);
+            let mut model = Model::new();
+            let mut end = 0;
+            for op in ops {
+                match op {
+                    Op::Insert { count, idle } => {
+                        let run = PageRun::new(PageId(end), count).expect("pages");
+                        end += count;
+                        runs.insert(run, idle);
+                        model.insert(run, run.pages().filter(|_| idle).collect());
+                    }
+                    Op::TakePages(want) => {
+                        let fullest =
+                            model.iter().filter(|(run, idle)| partly(**run, idle)).map(|(_, i)| i.len()).min();
+                        let opened = wholly(&model)
+                            .find(|&count| count >= want)
+                            .or_else(|| wholly(&model).next_back());
+                        let mut named = Vec::new();
+                        let taken = runs.take_pages(want, |stretch| named.extend(stretch.map(PageId)));
+                        prop_assert_eq!(PageId(taken).index(), named.len());
+                        let Some(&page) = named.first() else {
+                            prop_assert_eq!(pages(&model, true), []);
+                            continue;
+                        };
+                        let (run, idle) =
+                            model.iter_mut().find(|(run, _)| run.contains(page)).expect("a run");
+                        match fullest {
+                            Some(len) => {
+                                prop_assert!(partly(*run, idle));
+                                prop_assert_eq!(idle.len(), len);
+                            }
+                            None => prop_assert_eq!(Some(run.count()), opened),
+                        }
+                        prop_assert_eq!(taken, want.min(u32::try_from(idle.len()).expect("small")));
+                        // The lowest ones, each of them idle before.
+                        prop_assert!(named.iter().eq(idle.iter().take(named.len())));
+                        idle.retain(|page| !named.contains(page));
+                    }
+                    Op::TakePage(which) => {
+                        let idle = pages(&model, true);
+                        if !idle.is_empty() {
+                            let page = *which.get(&idle);
+                            runs.take_page(page);
+                            model.values_mut().for_each(|idle| { idle.remove(&page); });
+                        }
+                    }
+                    Op::PutPages(which) => {
+                        let mut used = pages(&model, false);
+                        let mut back = Vec::new();
+                        for index in which {
+                            if !used.is_empty() {
+                                back.push(used.swap_remove(index.index(used.len())));
+                            }
+                        }
+                        runs.put_pages(&back);
+                        for (run, idle) in &mut model {
+                            idle.extend(back.iter().filter(|page| run.contains(**page)));
+                        }
+                    }
+                    Op::TakeIdleRun { pages, back } => {
+                        let fits = wholly(&model)
+                            .rfind(|&count| count <= pages)
+                            .or_else(|| wholly(&model).next());
+                        let taken = runs.take_idle_run(pages);
+                        prop_assert_eq!(taken.map(PageRun::count), fits);
+                        let Some(run) = taken else { continue };
+                        prop_assert_eq!(model[&run].len(), PageId(run.count()).index());
+                        if back {
+                            runs.restore(run);
+                        } else {
+                            runs.remove(run);
+                            model.remove(&run);
+                        }
+                    }
+                }
+                prop_assert_eq!(runs.len() as usize, model.len());
+            }
+            // Every idle page is found, and no other.
+            let mut left = pages(&model, true);
+            let mut found = Vec::new();
+            while runs.take_pages(MAX_RUN, |stretch| found.extend(stretch.map(PageId))) > 0 {}
+            found.sort_unstable();
+            left.sort_unstable();
+            prop_assert_eq!(found, left);
+        }
+    }
+}
