@@ -4,6 +4,8 @@
 //! Two geometries of the same 8B model with blocks of 16 tokens: `64_a_page` is its per-layer
 //! layout (32 KiB in pages of 2 MiB), `1_a_page` its contiguous one (every block a page).
 
+mod nothing;
+
 use std::collections::VecDeque;
 use std::hint::black_box;
 use std::sync::Arc;
@@ -14,31 +16,14 @@ use criterion::{
     BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main,
 };
 use kvcached_manager::{BlockId, BlockManager, BlockSpace};
-use kvcached_mapper::{MapError, Mapper, PageRun, Readiness};
 use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
+
+use crate::nothing::Nothing;
 
 const PAGE_BYTES: u64 = 2 << 20;
 const PER_PAGE: [u32; 2] = [64, 1];
 const POOLS: [u32; 3] = [1_000, 100_000, 1_000_000];
 const DEMANDS: [u32; 7] = [1, 16, 64, 256, 1024, 4096, 16384];
-
-#[derive(Debug)]
-struct Nothing;
-
-impl Mapper for Nothing {
-    fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
-        Ok(())
-    }
-    fn unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
-        Ok(())
-    }
-    fn headroom(&self) -> Option<u32> {
-        None
-    }
-    fn ready(&self) -> Result<Readiness, MapError> {
-        Ok(Readiness::Ready)
-    }
-}
 
 /// A pool of about `blocks` blocks, nothing of it backed but the null block's page.
 fn pool(blocks: u32, per_page: u32) -> BlockManager {

@@ -3,6 +3,8 @@
 //!
 //! The processes are this program again, with a first argument that says so.
 
+mod nothing;
+
 use std::fs;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd};
@@ -14,7 +16,7 @@ use std::thread;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion};
-use kvcached_mapper::{MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+use kvcached_mapper::{Mapper, PageId, PageRun, PoolId, Rank, Stage};
 use kvcached_tp_ipc::wire::{self, Reply, WorkerMessage};
 use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, Deadline, EndpointDir, GeometryDigest, Operation, RuntimeDir,
@@ -23,34 +25,14 @@ use kvcached_tp_ipc::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{MsgFlags, send};
 
+use crate::nothing::Nothing;
+
 const PROCESSES: [u16; 4] = [1, 2, 4, 8];
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// First argument of a process that serves a rank, and of one that only echoes.
 const RANK: &str = "--rank-process";
 const ECHO: &str = "--echo-process";
-
-/// Backs every page with nothing at all.
-#[derive(Debug)]
-struct Nothing;
-
-impl Mapper for Nothing {
-    fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
-        Ok(())
-    }
-
-    fn unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
-        Ok(())
-    }
-
-    fn headroom(&self) -> Option<u32> {
-        None
-    }
-
-    fn ready(&self) -> Result<Readiness, MapError> {
-        Ok(Readiness::Ready)
-    }
-}
 
 /// Another process of this program, killed at the end; it also ends by itself when its standard
 /// input does.

@@ -1,34 +1,20 @@
 //! Pages through `PageAllocator` over a mapper that does nothing, so that only the books are
 //! measured. Nothing here may depend on the size of the pool.
 
+mod nothing;
+
 use std::hint::black_box;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kvcached_mapper::{MapError, Mapper, PageId, PageRun, Readiness};
+use kvcached_mapper::PageId;
 use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
+
+use crate::nothing::Nothing;
 
 const POOLS: [u32; 2] = [1_000, 1_000_000];
 const DEMANDS: [u32; 3] = [1, 16, 256];
-
-#[derive(Debug)]
-struct Nothing;
-
-impl Mapper for Nothing {
-    fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
-        Ok(())
-    }
-    fn unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
-        Ok(())
-    }
-    fn headroom(&self) -> Option<u32> {
-        None
-    }
-    fn ready(&self) -> Result<Readiness, MapError> {
-        Ok(Readiness::Ready)
-    }
-}
 
 fn pool(pages: u32, max_run: u32) -> PageAllocator {
     let config = PageAllocatorConfig {

@@ -1,0 +1,26 @@
+//! The mapper of the benchmarks: backs every page with nothing at all, so that only what is above
+//! it is measured.
+
+use kvcached_mapper::{MapError, Mapper, PageRun, Readiness};
+
+/// See the file.
+#[derive(Debug)]
+pub(crate) struct Nothing;
+
+impl Mapper for Nothing {
+    fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
+        Ok(())
+    }
+
+    fn unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
+        Ok(())
+    }
+
+    fn headroom(&self) -> Option<u32> {
+        None
+    }
+
+    fn ready(&self) -> Result<Readiness, MapError> {
+        Ok(Readiness::Ready)
+    }
+}
