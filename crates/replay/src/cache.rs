@@ -10,6 +10,7 @@ mod fixed;
 
 use std::{error::Error, fmt};
 
+use kvcached_manager::BlockId;
 use kvcached_mapper::PoolId;
 use thiserror::Error;
 
@@ -67,10 +68,6 @@ pub trait KvCache: fmt::Debug {
     /// Bytes on each rank in blocks that are handed out, padding not counted.
     fn held_bytes(&self) -> u64;
 }
-
-/// A block of one pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BlockId(pub u32);
 
 /// Blocks that one owner needs from one pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

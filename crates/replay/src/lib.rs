@@ -52,10 +52,11 @@ mod workload;
 
 pub use assign::{Assign, ParseAssignError};
 pub use cache::{
-    BlockId, Broken, CacheError, ElasticModel, ElasticPool, FixedSplit, Holder, KvCache, Owner,
-    Return, SharedMemory, Want,
+    Broken, CacheError, ElasticModel, ElasticPool, FixedSplit, Holder, KvCache, Owner, Return,
+    SharedMemory, Want,
 };
 pub use engine::{Demand, Engine, Progress, ServedModel};
+pub use kvcached_manager::BlockId;
 pub use latency::{Latencies, Latency};
 pub use model::{
     Dtype, MAX_INSTANCES, Model, ModelChoice, ParseModelError, Placement, PlacementError, PoolKind,

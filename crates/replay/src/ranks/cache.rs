@@ -9,7 +9,7 @@ use kvcached_integrations::{
     Background, ComposeError, DEFAULT_GRANULARITY, MappedPool, MapperConfig, MaxRun, PoolPolicy,
     Scheduler, StartError, compose_over,
 };
-use kvcached_manager::{AllocError, BlockId as ManagedBlock};
+use kvcached_manager::AllocError;
 use kvcached_mapper::{Geometry, LayoutError, Mapper, PoolId, PoolSpec, Rank};
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::Deadline;
@@ -292,7 +292,7 @@ impl RankedCache {
 impl KvCache for RankedCache {
     fn alloc(&mut self, wants: &[Want], out: &mut Vec<BlockId>) -> Result<(), CacheError> {
         // One call a pool: all its blocks or none, its pages mapped together.
-        let mut handed_out: Vec<Vec<ManagedBlock>> = Vec::with_capacity(self.plan.pools.len());
+        let mut handed_out: Vec<Vec<BlockId>> = Vec::with_capacity(self.plan.pools.len());
         for pool in self.scheduler.pools() {
             let mine = wants.iter().filter(|want| want.pool == pool.id());
             let blocks: u32 = mine.map(|want| want.blocks).sum();
@@ -315,7 +315,7 @@ impl KvCache for RankedCache {
             let pool = usize::from(want.pool.0);
             let owner = want.owner.stamp();
             for block in handed_out[pool].by_ref().take(want.blocks as usize) {
-                out.push(BlockId(block.0));
+                out.push(block);
                 if self.plan.verify {
                     self.unsent[pool].push(Stamp {
                         block: block.0,
@@ -342,15 +342,12 @@ impl KvCache for RankedCache {
                     .collect();
                 self.check(returned.pool, &stamps)?;
             }
-            let blocks: Vec<ManagedBlock> = returned
-                .blocks
-                .iter()
-                .map(|block| ManagedBlock(block.0))
-                .collect();
             pool_of(&self.scheduler, returned.pool)
-                .free(&blocks)
+                .free(returned.blocks)
                 .map_err(Broken::new)?;
-            self.held_bytes -= self.plan.block_bytes(returned.pool, blocks.len() as u64);
+            self.held_bytes -= self
+                .plan
+                .block_bytes(returned.pool, returned.blocks.len() as u64);
         }
         Ok(())
     }
