@@ -106,7 +106,7 @@ pub(crate) struct ReplayArguments {
     #[arg(long, overrides_with = "no_verify")]
     verify: bool,
 
-    /// Do not
+    /// Leave the contents of blocks alone, which is faster
     #[arg(long)]
     no_verify: bool,
 
