@@ -196,6 +196,11 @@ fn run_to_end(arguments: &ReplayArguments) -> Result<(), Failure> {
     for path in [&arguments.json, &arguments.plot].into_iter().flatten() {
         check_writable(path)?;
     }
+    if arguments.json.is_some() && arguments.json == arguments.plot {
+        return Err(Failure::Input(
+            "--json and --plot name the same file".to_owned(),
+        ));
+    }
     let stop = watch::interrupted()?;
     let bar = watch::bar(plan.trace.requests.len() as u64);
     let result = replay(&plan, &stop, |side, progress| {

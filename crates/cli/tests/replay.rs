@@ -296,6 +296,7 @@ fn bad_input_is_one_clear_error_and_nothing_is_written() {
         (&["--decode-ms=-1"], &["decode-ms"]),
         (&["--json", "no/such/folder/out.json"], &["no/such/folder"]),
         (&["--json", "dir"], &["dir"]),
+        (&["--json", "one", "--plot", "one"], &["same file"]),
         (&["--frobnicate"], &["--frobnicate"]),
     ];
     for (arguments, parts) in cases {
