@@ -203,3 +203,131 @@ fn describe(found: &[u8; STAMP_BYTES]) -> String {
         word(3)
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use kvcached_mapper::{Cold, KvBuffers, Layout, Mapper, PageId, PageSize, PoolSpec};
+    use kvcached_vmm::{Host, HostConfig};
+
+    use super::*;
+
+    const OWNER: [u64; 2] = [7, 1 << 32];
+
+    /// A pool with its first three pages mapped.
+    fn pool(device: &Arc<Host>, layout: Layout, number: u64) -> Readable<Host> {
+        let spec = PoolSpec {
+            layout,
+            layers: 3,
+            kv_buffers: KvBuffers::Two,
+            block_bytes: 64 << 10,
+            page_size: PageSize::Auto,
+            capacity_bytes: 256 << 20,
+        };
+        let geometry = spec.resolve(2 << 20).expect("a layout");
+        let mapper = LocalMapper::new(Arc::clone(device), geometry, Cold::Unbacked);
+        let mapper = Arc::new(mapper.expect("addresses"));
+        let run = PageRun::new(PageId(0), 3).expect("pages");
+        mapper.map(&[run]).expect("room");
+        Readable {
+            mapper,
+            pool: number,
+        }
+    }
+
+    fn stamps(pool: &Readable<Host>, owner: [u64; 2]) -> Vec<Stamp> {
+        let pages = (0..3).map(PageId);
+        let blocks = pages.flat_map(|page| pool.mapper.geometry().blocks_in(page));
+        blocks.map(|block| Stamp { block, owner }).collect()
+    }
+
+    #[test]
+    fn content_that_is_not_what_was_stamped_is_found_in_every_layout() {
+        for layout in [Layout::Contiguous, Layout::Unified, Layout::PerLayer] {
+            let device = Arc::new(Host::new(HostConfig::new(1 << 30)).expect("a device"));
+            let pool = pool(&device, layout, 1);
+            let mine = stamps(&pool, OWNER);
+            let all = mine.len() as u64;
+            assert_eq!(
+                pool.check(&mine).corrupted,
+                all,
+                "fresh memory holds no stamp"
+            );
+            pool.stamp(&mine).expect("mapped");
+            let Checked {
+                blocks,
+                corrupted,
+                first,
+            } = pool.check(&mine);
+            assert_eq!((blocks, corrupted, first), (all, 0, None));
+
+            // What a block that is handed out twice looks like, and one of another time.
+            assert_eq!(pool.check(&stamps(&pool, [8, 1 << 32])).corrupted, all);
+            assert_eq!(pool.check(&stamps(&pool, [7, 1 << 32 | 1])).corrupted, all);
+            let (at, _) = place(pool.mapper.geometry(), mine[4]).expect("on a page");
+            pool.mapper.write(at, &[0xff]).expect("mapped");
+            let found = pool.check(&mine);
+            assert_eq!(found.corrupted, 1, "one byte of one block");
+            let first = found.first.expect("one was found");
+            assert!(
+                first.contains(&format!("block {}", mine[4].block)),
+                "{first}"
+            );
+
+            // A page that is taken away and given anew is another page.
+            let run = PageRun::new(PageId(0), 3).expect("pages");
+            pool.mapper.unmap(&[run]).expect("mapped");
+            assert_eq!(pool.check(&mine).corrupted, all, "nothing is there");
+            pool.mapper.map(&[run]).expect("room");
+            assert_eq!(pool.check(&mine).corrupted, all, "nothing of it is left");
+        }
+    }
+
+    #[test]
+    fn stamps_of_another_pool_are_not_taken_for_ones_own() {
+        let device = Arc::new(Host::new(HostConfig::new(1 << 30)).expect("a device"));
+        let mine = pool(&device, Layout::Contiguous, 1);
+        mine.stamp(&stamps(&mine, OWNER)).expect("mapped");
+        let taken_for_another = Readable {
+            mapper: Arc::clone(&mine.mapper),
+            pool: 2,
+        };
+        let found = taken_for_another.check(&stamps(&mine, OWNER));
+        assert_eq!(found.corrupted, found.blocks);
+    }
+
+    #[test]
+    fn a_block_that_lies_on_no_page_is_corrupted() {
+        let device = Arc::new(Host::new(HostConfig::new(1 << 30)).expect("a device"));
+        let pool = pool(&device, Layout::Contiguous, 1);
+        let nowhere = Stamp {
+            block: u32::MAX,
+            owner: OWNER,
+        };
+        pool.stamp(&[nowhere]).expect("left to the check");
+        assert_eq!(pool.check(&[nowhere]).corrupted, 1);
+    }
+
+    #[test]
+    fn the_blocks_of_a_page_reach_both_ends_of_all_its_pieces() {
+        let device = Arc::new(Host::new(HostConfig::new(1 << 30)).expect("a device"));
+        let pool = pool(&device, Layout::PerLayer, 1);
+        let geometry = pool.mapper.geometry();
+        let mut pieces: Vec<(u32, bool)> = geometry
+            .blocks_in(PageId(0))
+            .filter_map(|block| {
+                let (at, piece) = place(
+                    geometry,
+                    Stamp {
+                        block,
+                        owner: [0, 0],
+                    },
+                )?;
+                let start = geometry.block_pieces(block)?.nth(piece as usize)?;
+                Some((piece, at.offset == start.offset))
+            })
+            .collect();
+        pieces.sort_unstable();
+        pieces.dedup();
+        assert_eq!(pieces.len(), 3 * 2 * 2, "{pieces:?}");
+    }
+}
