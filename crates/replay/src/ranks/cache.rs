@@ -398,3 +398,102 @@ fn pool_of(scheduler: &Scheduler, pool: PoolId) -> &kvcached_integrations::Pool 
 pub(crate) fn pool_id(index: usize) -> PoolId {
     PoolId(u16::try_from(index).expect("a model has one pool or two"))
 }
+
+#[cfg(test)]
+mod tests {
+    use kvcached_mapper::{Cold, KvBuffers, Layout, LocalMapper, PageId, PageRun, PageSize};
+    use kvcached_vmm::{Host, HostConfig};
+
+    use super::*;
+    use crate::ranks::oracle::Readable;
+    use crate::{Holder, Owner};
+
+    /// A cache of one rank, and that rank's mapper.
+    fn cache() -> (RankedCache, Arc<LocalMapper<Host>>) {
+        let spec = PoolSpec {
+            layout: Layout::Contiguous,
+            layers: 4,
+            kv_buffers: KvBuffers::Two,
+            block_bytes: 128 << 10,
+            page_size: PageSize::Auto,
+            capacity_bytes: 64 << 20,
+        };
+        let plan = ModelPlan {
+            pools: vec![PoolPlan::new(spec, None).expect("a layout")],
+            max_run: MaxRun::Bytes(32 << 20),
+            verify: true,
+            memory_bytes: 64 << 20,
+            others_bytes: 0,
+        };
+        let device = Arc::new(Host::new(HostConfig::new(64 << 20)).expect("a device"));
+        let geometry = plan.pools[0].geometry.clone();
+        let mapper = LocalMapper::new(device, geometry, Cold::Unbacked).expect("addresses");
+        let mapper = Arc::new(mapper);
+        let own = OwnPool {
+            mapper: Arc::<LocalMapper<Host>>::clone(&mapper),
+            memory: Arc::new(Readable {
+                mapper: Arc::clone(&mapper),
+                pool: 0,
+            }),
+        };
+        (RankedCache::alone(&plan, vec![own]).expect("ready"), mapper)
+    }
+
+    fn want(blocks: u32) -> Want {
+        let owner = Owner {
+            holder: Holder::Request(1),
+            generation: 0,
+        };
+        Want {
+            pool: PoolId(0),
+            owner,
+            blocks,
+        }
+    }
+
+    #[test]
+    fn a_rank_with_a_page_too_many_or_too_few_is_found() {
+        let (mut cache, mapper) = cache();
+        cache.compare_ranks().expect("nobody to ask");
+        assert!(cache.divergent().is_empty());
+        let stray = PageRun::new(PageId(30), 1).expect("a page");
+        mapper.map(&[stray]).expect("room");
+        cache.compare_ranks().expect("nobody to ask");
+        assert_eq!(cache.divergent().iter().collect::<Vec<_>>(), [&Rank(0)]);
+        mapper.unmap(&[stray]).expect("mapped");
+    }
+
+    #[test]
+    fn memory_that_is_taken_away_under_a_block_is_found_when_it_is_freed() {
+        let (mut cache, mapper) = cache();
+        let mut blocks = Vec::new();
+        cache.alloc(&[want(8)], &mut blocks).expect("room");
+        cache.step_end().expect("not broken");
+        let page = mapper.geometry().page_of(blocks[7].0).expect("on a page");
+        let mut runs = mapper.mapped().into_iter();
+        let run = runs.find(|run| run.contains(page)).expect("it is mapped");
+        mapper.unmap(&[run]).expect("mapped");
+        mapper.map(&[run]).expect("room");
+        let returned = Return {
+            pool: PoolId(0),
+            owner: want(8).owner,
+            blocks: &blocks,
+        };
+        cache.free(&[returned]).expect("a finding is no failure");
+        assert_eq!(cache.checked().blocks, 8);
+        assert!(cache.checked().corrupted > 0);
+        assert_eq!(cache.held_bytes(), 0);
+    }
+
+    #[test]
+    fn blocks_of_a_batch_that_does_not_fit_are_all_given_back() {
+        let (mut cache, _) = cache();
+        let held = cache.held_bytes();
+        let mut out = Vec::new();
+        let result = cache.alloc(&[want(3), want(1000)], &mut out);
+        assert!(matches!(result, Err(CacheError::Full)));
+        assert_eq!((out.len(), cache.held_bytes()), (0, held));
+        assert!(!cache.fits(&[1000]) && cache.fits(&[8]));
+        cache.alloc(&[want(8)], &mut out).expect("nothing was kept");
+    }
+}
