@@ -191,6 +191,7 @@ pub(crate) fn run_rank() -> ExitCode {
 
 fn run_to_end(arguments: &ReplayArguments) -> Result<(), Failure> {
     let config = Config::from_env().map_err(|error| Failure::Input(error.to_string()))?;
+    config.log_resolved();
     let plan = plan(arguments, &config)?;
     // Found out now, not after minutes.
     for path in [&arguments.json, &arguments.plot].into_iter().flatten() {
