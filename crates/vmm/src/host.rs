@@ -73,6 +73,8 @@ pub struct Host {
     /// Chunks carry a clone, which tells those of another `Host`.
     file: Arc<OwnedFd>,
     store: Mutex<Store>,
+    /// A mapping to give up when the system allows no more; see [`Host::hide`].
+    spare: Mutex<Option<HostRange>>,
 }
 
 /// Addresses that a [`Host`] reserved.
@@ -123,6 +125,7 @@ impl Host {
                 reason: format!("memfd_create: {errno}"),
             }
         })?;
+        let spare = HostRange::spare(&file).ok();
         let mut properties = Properties::new(config.granularity);
         properties.alias = config.alias;
         properties.read_only = config.read_only;
@@ -131,7 +134,26 @@ impl Host {
             total_bytes: config.total_bytes,
             file: Arc::new(file),
             store: Mutex::new(Store::default()),
+            spare: Mutex::new(spare),
         })
+    }
+
+    /// Hides a place, at the system's limit on the number of mappings too.
+    ///
+    /// There it refuses even a mapping that would put an end to another; without a spare one a full
+    /// host would stay full for ever.
+    fn hide(&self, place: &Place<'_>) -> Result<(), Errno> {
+        match place.hide() {
+            Err(Errno::ENOMEM) => {}
+            done => return done,
+        }
+        let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(spare) = spare.take() {
+            spare.release()?;
+        }
+        let done = place.hide();
+        *spare = HostRange::spare(&self.file).ok();
+        done
     }
 
     fn store(&self) -> MutexGuard<'_, Store> {
@@ -240,9 +262,7 @@ impl Driver for Host {
 
     fn unmap(&self, range: &HostRange, offset: u64, len: u64) -> Result<(), VmmError> {
         check_place(offset, len, range.byte_len(), self.properties.granularity)?;
-        range
-            .place(offset, len)
-            .hide()
+        self.hide(&range.place(offset, len))
             .map_err(|errno| VmmError::from_errno("mmap", errno))
     }
 
@@ -257,6 +277,19 @@ impl Driver for Host {
     fn synchronize(&self) -> Result<(), VmmError> {
         // A processor finishes its accesses before it makes the next call.
         Ok(())
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let spare = self
+            .spare
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(Err(errno)) = spare.map(HostRange::release) {
+            tracing::error!(%errno, "spare mapping lost until the process ends");
+        }
     }
 }
 
@@ -336,6 +369,26 @@ impl HostRange {
             }
         }
         Ok(Self { base, len })
+    }
+
+    /// A mapping of its own: one of a file joins no neighbour, as reserved addresses do.
+    fn spare(file: &OwnedFd) -> Result<Self, Errno> {
+        let len = NonZeroUsize::MIN;
+        // SAFETY: mmap without MAP_FIXED replaces nothing, and no reference to the result is made.
+        let found = unsafe {
+            mmap(
+                None,
+                len,
+                ProtFlags::PROT_NONE,
+                MapFlags::MAP_SHARED,
+                file,
+                0,
+            )
+        }?;
+        Ok(Self {
+            base: found.addr(),
+            len: len.get(),
+        })
     }
 
     fn release(self) -> Result<(), Errno> {

@@ -1,9 +1,11 @@
 //! The suite on every driver that needs no device.
 
-use std::sync::Arc;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
 
 use kvcached_vmm::{
-    Budget, Capped, DeviceMemory, Driver, Host, HostConfig, Mock, MockConfig, VmmError, conformance,
+    Access, Budget, Bytes, Capped, DeviceMemory, Driver, Host, HostConfig, Mock, MockConfig,
+    Properties, VmmError, conformance,
 };
 
 const GRANULES: u64 = conformance::GRANULES;
@@ -87,4 +89,105 @@ fn a_capped_host_keeps_both_whichever_of_the_two_is_smaller() {
             }
         );
     }
+}
+
+/// A driver with one fault: it hands memory to the next owner as the last one left it.
+#[derive(Debug)]
+struct Recycler {
+    host: Host,
+    shelf: Mutex<Vec<Recycled>>,
+}
+
+#[derive(Debug)]
+struct Recycled {
+    chunk: <Host as Driver>::Chunk,
+    len: u64,
+}
+
+impl Driver for Recycler {
+    type Range = <Host as Driver>::Range;
+    type Chunk = Recycled;
+
+    fn properties(&self) -> Properties {
+        self.host.properties()
+    }
+
+    fn reserve(&self, len: u64) -> Result<Self::Range, VmmError> {
+        self.host.reserve(len)
+    }
+
+    fn release(&self, range: Self::Range) -> Result<(), VmmError> {
+        self.host.release(range)
+    }
+
+    fn create(&self, len: u64) -> Result<Recycled, VmmError> {
+        let mut shelf = self.shelf.lock().expect("nobody panics holding it");
+        if let Some(at) = shelf.iter().position(|recycled| recycled.len == len) {
+            return Ok(shelf.swap_remove(at));
+        }
+        Ok(Recycled {
+            chunk: self.host.create(len)?,
+            len,
+        })
+    }
+
+    fn destroy(&self, chunk: Recycled) -> Result<(), VmmError> {
+        self.shelf
+            .lock()
+            .expect("nobody panics holding it")
+            .push(chunk);
+        Ok(())
+    }
+
+    fn map(
+        &self,
+        range: &Self::Range,
+        offset: u64,
+        chunk: &Recycled,
+        access: Access,
+    ) -> Result<(), VmmError> {
+        self.host.map(range, offset, &chunk.chunk, access)
+    }
+
+    fn unmap(&self, range: &Self::Range, offset: u64, len: u64) -> Result<(), VmmError> {
+        self.host.unmap(range, offset, len)
+    }
+
+    fn memory(&self) -> Result<DeviceMemory, VmmError> {
+        self.host.memory()
+    }
+
+    fn synchronize(&self) -> Result<(), VmmError> {
+        self.host.synchronize()
+    }
+}
+
+impl Bytes for Recycler {
+    fn write(&self, range: &Self::Range, offset: u64, bytes: &[u8]) -> Result<(), VmmError> {
+        self.host.write(range, offset, bytes)
+    }
+
+    fn read(&self, range: &Self::Range, offset: u64, buffer: &mut [u8]) -> Result<(), VmmError> {
+        self.host.read(range, offset, buffer)
+    }
+}
+
+#[test]
+fn a_driver_that_shows_bytes_of_an_earlier_owner_is_caught() {
+    let host = Host::new(HostConfig {
+        granularity: 4096,
+        ..HostConfig::new(1 << 30)
+    });
+    let host = host.expect("the machine gives memory");
+    let recycler = Arc::new(Recycler {
+        host,
+        shelf: Mutex::new(Vec::new()),
+    });
+    conformance::contract(&recycler);
+    let caught = catch_unwind(AssertUnwindSafe(|| conformance::content(&recycler)));
+    let words = caught.expect_err("the suite must not pass");
+    let words = words
+        .downcast_ref::<String>()
+        .expect("an assertion with a message");
+    assert!(words.contains("bytes of an earlier owner"), "{words}");
 }
