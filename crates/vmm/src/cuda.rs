@@ -714,3 +714,60 @@ fn copy_from_device(buffer: &mut [u8], address: CUdeviceptr) -> Result<(), Failu
     let status = unsafe { sys::cuMemcpyDtoH_v2(to, address, len) };
     check("cuMemcpyDtoH", status)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const G: u64 = 2 << 20;
+
+    #[test]
+    fn the_table_says_where_an_access_would_fault() {
+        let table = Granules::new(8 * G, G);
+        table.set(G, 3 * G, WRITABLE);
+        table.set(4 * G, G, READABLE);
+
+        assert_eq!(table.first_below(G, 3 * G, WRITABLE), None);
+        assert_eq!(table.first_below(2 * G - 1, 2, WRITABLE), None);
+        assert_eq!(table.first_below(G, 4 * G, READABLE), None);
+        assert_eq!(table.first_below(G, 4 * G, WRITABLE), Some(4 * G));
+        // The very byte if it begins in the gap, the start of the gap if it runs into one.
+        assert_eq!(table.first_below(7, 1, READABLE), Some(7));
+        assert_eq!(table.first_below(5 * G - 1, 2, READABLE), Some(5 * G));
+        assert_eq!(table.first_below(8 * G - 1, 1, READABLE), Some(8 * G - 1));
+
+        table.set(G, 3 * G, UNMAPPED);
+        assert_eq!(table.first_below(3 * G, G, READABLE), Some(3 * G));
+    }
+
+    #[test]
+    fn an_access_of_nothing_faults_nowhere() {
+        let table = Granules::new(2 * G, G);
+        assert_eq!(table.first_below(0, 0, WRITABLE), None);
+        assert_eq!(table.first_below(2 * G, 0, WRITABLE), None);
+    }
+
+    #[test]
+    fn only_memory_calls_turn_a_full_device_into_out_of_memory() {
+        let full = || Failure {
+            call: "cuMemCreate",
+            status: CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        };
+        assert_eq!(full().or_full(G), VmmError::OutOfMemory { requested: G });
+        let name = "CUDA_ERROR_OUT_OF_MEMORY".to_owned();
+        let plain = VmmError::Driver {
+            call: "cuMemCreate",
+            code: 2,
+            name,
+        };
+        assert_eq!(VmmError::from(full()), plain);
+        let lost = Failure {
+            call: "cuMemMap",
+            status: CUresult::CUDA_ERROR_ILLEGAL_ADDRESS,
+        };
+        assert!(matches!(
+            lost.or_full(G),
+            VmmError::Driver { code: 700, .. }
+        ));
+    }
+}
