@@ -108,8 +108,9 @@ fn two_calls_about_one_page_at_once_are_a_violation() {
         }
         Ok(())
     });
-    // Judged after the scope: a failed assertion inside would leave the first call waiting.
     let (first, meanwhile) = std::thread::scope(|scope| {
+        // Owned here, so that a panic in here ends the first call's wait instead of the test's time.
+        let go_on = go_on;
         let first = scope.spawn(|| mapper.map(&[slow]));
         entered.recv().unwrap();
         let meanwhile = [
