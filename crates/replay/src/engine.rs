@@ -453,4 +453,6 @@ impl Sequence {
 }
 
 #[cfg(test)]
+mod scenarios;
+#[cfg(test)]
 mod tests;
