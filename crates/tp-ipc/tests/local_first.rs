@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use kvcached_mapper::{Cause, MapError, PageRun, PeerCause, Rank, Stage};
+use kvcached_mapper::{Cause, MapError, Mapper, PageRun, PeerCause, Rank, Stage};
 use kvcached_tp_ipc::{Answer, Operation};
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -307,6 +307,30 @@ fn a_duplicate_map_is_an_error_that_changes_nothing() {
         "{error}"
     );
     assert_eq!(mapped(&engine), vec![runs(0b1); 3]);
+}
+
+/// The same where only one rank has the page: it refuses and is named, the others undo, and what
+/// it had is not undone with them.
+#[test]
+fn a_page_that_another_rank_has_already_shows_and_stays_there() {
+    let mut engine = three_ranks();
+    let (at, ahead) = engine.mappers().pop().unwrap();
+    ahead.map(&runs(0b1)).unwrap();
+    let error = batch(&mut engine, false, &runs(0b11), &Faults::default()).unwrap_err();
+    assert_eq!(blamed(&error.cause), Some(at));
+    assert!(
+        matches!(
+            &error.cause,
+            Cause::Peer {
+                call: "map",
+                cause: PeerCause::Refused { .. },
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(error.uncertain, []);
+    assert_eq!(mapped(&engine), [vec![], vec![], runs(0b1)]);
 }
 
 #[test]
