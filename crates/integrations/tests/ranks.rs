@@ -7,7 +7,7 @@
     reason = "a test file: whatever fails, fails the test"
 )]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvcached_integrations::{
@@ -23,7 +23,7 @@ use kvcached_mapper::{
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::{BindError, Deadline, RuntimeDir};
-use kvcached_vmm::{Chunk, Driver, Host, HostConfig};
+use kvcached_vmm::{Call, Chunk, Driver, Host, HostConfig, Mock, MockConfig};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -476,6 +476,42 @@ fn a_neighbours_memory_does_not_shrink_a_pool() {
     ));
     drop(neighbour);
     assert!(pool.alloc(3 * PER_PAGE).is_ok());
+}
+
+/// The device whose work may read a page is the rank's, and so is the wait; the scheduler here has
+/// no device at all.
+#[test]
+fn a_rank_waits_for_its_own_device_before_it_unmaps() {
+    let engine = Engine::new("wait", LONG);
+    let device = Arc::new(Mock::new(MockConfig {
+        granularity: GRANULE,
+        ..MockConfig::new(16 * BUNDLE)
+    }));
+    let instance = engine.config.instance.clone();
+    let place = (Stage(0), Rank(0));
+    let pools = vec![(POOL, spec())];
+    let config = WorkerConfig::new(&engine.config, instance, place, pools);
+    let _worker = Worker::start(config, &device).unwrap();
+    let separate = Arrangement::Separate { tp: 1, stages: 1 };
+    let config = engine.scheduler_config(separate, vec![setup(POOL)]);
+    let scheduler = Scheduler::start(config, None::<Arc<Host>>).unwrap();
+    let pool = scheduler.pool(POOL).unwrap();
+    let blocks = pool.alloc(5 * PER_PAGE).unwrap();
+    assert_eq!(device.calls(Call::Synchronize), 0);
+
+    let calls = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&calls);
+    device.fail_with(move |call| {
+        seen.lock().unwrap().push(call);
+        None
+    });
+    pool.free(&blocks).unwrap();
+    pool.trim().unwrap();
+    let calls = calls.lock().unwrap();
+    let first = |wanted| calls.iter().position(|&call| call == wanted);
+    let (wait, unmap) = (first(Call::Synchronize), first(Call::Unmap));
+    assert!(wait.is_some() && wait < unmap, "{calls:?}");
+    assert_eq!(device.violations(), []);
 }
 
 #[test]
