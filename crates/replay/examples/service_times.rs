@@ -96,13 +96,16 @@ fn compare(file: &str, choice: &str, tp: &str, sizes: &[String]) -> Result<(), B
         let split = labels
             .iter()
             .map(|_| FixedSplit::new(memory_bytes / labels.len() as u64, &block_bytes));
-        let fixed = run(&trace, &model_of, &served, split.collect())?;
-        show(size, "static", &fixed);
+        let mut fixed = run(&trace, &model_of, &served, split.collect())?;
         let elastic = labels
             .iter()
             .map(|_| ElasticModel::new(memory.clone(), &pools, 2));
-        let elastic = run(&trace, &model_of, &served, elastic.collect())?;
-        show(size, "elastic", &elastic);
+        let mut elastic = run(&trace, &model_of, &served, elastic.collect())?;
+        let end = fixed.end.max(elastic.end);
+        for (kind, outcome) in [("static", &mut fixed), ("elastic", &mut elastic)] {
+            outcome.observe_until(end, trace.requests.iter().map(|request| request.arrival));
+            show(size, kind, outcome);
+        }
     }
     Ok(())
 }
