@@ -3,6 +3,7 @@
 //! What the processes do waits for a line on standard input, so nothing depends on time.
 
 use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -156,4 +157,14 @@ fn two_processes_and_room_for_one_page_is_one_ok_and_one_full() {
         two.finish();
         assert_eq!(budget.free_bytes(), Ok(G));
     }
+}
+
+/// Whoever can write it could take everything, or nothing at all and be believed.
+#[test]
+fn the_file_is_for_this_user_alone() {
+    let dir = tempfile::tempdir().expect("there is a place for files");
+    let path = dir.path().join("budget");
+    let _budget = Budget::create(&path, G).expect("the file is new");
+    let mode = path.metadata().expect("it is there").permissions().mode();
+    assert_eq!(mode & 0o077, 0, "{mode:o}");
 }
