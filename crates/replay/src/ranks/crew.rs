@@ -190,12 +190,6 @@ impl Member {
         };
         let (here, there) = UnixStream::pair().map_err(failed)?;
         let socket = here.try_clone().map_err(failed)?;
-        let child = Command::new(&program.program)
-            .args(&program.arguments)
-            .stdin(Stdio::from(OwnedFd::from(there)))
-            .stdout(Stdio::null())
-            .spawn()
-            .map_err(failed)?;
         let channel = match Channel::new(here, Some(bound)) {
             Ok(channel) => channel,
             Err(error) => {
@@ -205,6 +199,13 @@ impl Member {
                 });
             }
         };
+        // Last: from here on nothing fails before the process has an owner that ends it.
+        let child = Command::new(&program.program)
+            .args(&program.arguments)
+            .stdin(Stdio::from(OwnedFd::from(there)))
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(failed)?;
         let mut member = Self {
             rank,
             child,
@@ -253,6 +254,11 @@ impl Member {
         }
     }
 
+    /// Tells it that nothing more will come. It may be gone already.
+    fn dismiss(&self) {
+        drop(self.socket.shutdown(Shutdown::Write));
+    }
+
     /// Waits for the process to end by itself: its socket closes when it does.
     fn wait(&mut self) -> std::io::Result<ExitStatus> {
         self.channel.wait_closed(END_BOUND);
@@ -262,18 +268,23 @@ impl Member {
     }
 }
 
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.dismiss();
+        let rank = self.rank.0;
+        match self.wait() {
+            Ok(status) if status.success() => {}
+            Ok(status) => tracing::warn!(rank, %status, "a rank ended badly"),
+            Err(error) => tracing::warn!(rank, %error, "a rank did not end"),
+        }
+    }
+}
+
 impl Drop for Crew {
     fn drop(&mut self) {
-        // All at once, then one after the other.
+        // All at once; then each member waits for its own process.
         for member in &self.members {
-            drop(member.socket.shutdown(Shutdown::Write));
-        }
-        for member in &mut self.members {
-            match member.wait() {
-                Ok(status) if status.success() => {}
-                Ok(status) => tracing::warn!(rank = member.rank.0, %status, "a rank ended badly"),
-                Err(error) => tracing::warn!(rank = member.rank.0, %error, "a rank did not end"),
-            }
+            member.dismiss();
         }
     }
 }
