@@ -13,7 +13,7 @@ use kvcached_integrations::{ByteSize, Config};
 use kvcached_mapper::{Layout, PageSize};
 use kvcached_replay::{
     Assign, Device, Model, ModelChoice, Pace, Plan, RankError, RankProgram, ReplayError,
-    ReplayTopology, Report, Trace, Workload, plot, replay, serve_rank,
+    ReplayTopology, Report, Trace, Workload, plot, replay, serve_rank, with_causes,
 };
 use thiserror::Error;
 
@@ -359,17 +359,6 @@ fn write(path: &Path, text: &str) -> Result<(), Failure> {
 }
 
 fn complain(error: &dyn std::error::Error) {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        // An error that quotes its source says it already.
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        source = cause.source();
-    }
     // Nobody to complain to is no reason to panic.
-    drop(writeln!(io::stderr(), "kvcached: {text}"));
+    drop(writeln!(io::stderr(), "kvcached: {}", with_causes(error)));
 }

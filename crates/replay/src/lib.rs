@@ -66,6 +66,7 @@ pub use outcome::{MemoryUse, ModelOutcome, Outcome, RequestOutcome, Served, Stat
 pub use plot::plot;
 pub use ranks::{
     Checked, CrewError, Device, PageTotals, ParseDeviceError, RankError, RankProgram, serve_rank,
+    with_causes,
 };
 pub use report::{
     ConfigReport, LatencyReport, ModelReport, Report, SCHEMA, SideReport, TtftReport, VerifyReport,

@@ -21,14 +21,14 @@ mod oracle;
 mod process;
 
 pub(crate) use autonomous::AutonomousCache;
-pub(crate) use cache::{ModelPlan, PoolPlan, RankedCache};
+pub(crate) use cache::{ModelPlan, PoolPlan, RankedCache, pool_id};
 pub(crate) use crew::Crew;
 pub(crate) use device::{OwnPool, open_pools};
-pub(crate) use message::{PoolMessage, Setup};
+pub(crate) use message::{PoolMessage, Setup, pool_tag};
 pub(crate) use meters::{Call, Timed};
 
 pub use crew::{CrewError, RankProgram};
 pub use device::{Device, ParseDeviceError};
 pub use message::PageTotals;
 pub use oracle::Checked;
-pub use process::{RankError, serve_rank};
+pub use process::{RankError, serve_rank, with_causes};

@@ -10,19 +10,19 @@ use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use kvcached_integrations::{ByteSize, MapperConfig, MaxRun, StartError};
-use kvcached_mapper::{Cold, Layout, LayoutError, PageSize};
+use kvcached_mapper::{Cold, Layout, LayoutError, PageSize, Rank};
 use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, SessionId, Topology};
 use kvcached_vmm::{Budget, BudgetError};
 use thiserror::Error;
 
 use crate::ranks::{
     AutonomousCache, Call, Checked, Crew, ModelPlan, OwnPool, PageTotals, PoolMessage, PoolPlan,
-    RankedCache, Setup, Timed, open_pools,
+    RankedCache, Setup, Timed, open_pools, pool_id, pool_tag,
 };
 use crate::{
-    Assign, BlockId, Broken, CacheError, CrewError, Device, Engine, FixedSplit, KvCache, Latencies,
-    Model, Outcome, Placement, PlacementError, Progress, RankError, RankProgram, Return,
-    ServedModel, Trace, Want, bytes_per_block,
+    Assign, BlockId, Broken, CacheError, CrewError, Device, Engine, KvCache, Latencies, Model,
+    Outcome, Placement, PlacementError, Progress, RankError, RankProgram, Return, ServedModel,
+    Trace, Want,
 };
 
 /// Everything that decides what a replay does.
@@ -250,17 +250,13 @@ pub fn replay(
     })?;
     let (mut fixed, _) = engine.finish();
 
-    // After the caches in scope order: it is dropped last, when nobody uses it any more.
+    // Before the caches, so that it goes after them, when nobody uses it any more.
     let folder = Folder::make(&plan.runtime_dir)?;
     let caches = elastic_caches(plan, &served, plans, folder.path())?;
     let mut engine = Engine::new(&plan.trace.requests, &model_of, served, caches);
-    let driven = drive(&mut engine, plan.pace, stop, |p| {
+    drive(&mut engine, plan.pace, stop, |p| {
         progress(Side::Elastic, p);
-    });
-    if let Err(error) = driven {
-        drop(engine);
-        return Err(error);
-    }
+    })?;
     let (mut elastic, caches) = engine.finish();
     let end = fixed.end.max(elastic.end);
     for outcome in [&mut fixed, &mut elastic] {
@@ -402,15 +398,8 @@ fn model_plans(plan: &Plan, served: &[ServedModel]) -> Result<Vec<ModelPlan>, Re
     Ok(plans)
 }
 
-impl ModelPlan {
-    fn static_share(&self, share_bytes: u64) -> FixedSplit {
-        let block_bytes: Vec<u64> = self
-            .pools
-            .iter()
-            .map(|pool| bytes_per_block(&pool.spec))
-            .collect();
-        FixedSplit::new(share_bytes, &block_bytes)
-    }
+fn model_number(index: usize) -> u16 {
+    u16::try_from(index).expect("the number of models is limited to hundreds")
 }
 
 /// Starts every rank of every model.
@@ -431,7 +420,7 @@ fn elastic_caches(
     if own_rank {
         let pools = models.iter().enumerate().flat_map(|(model, plans)| {
             plans.pools.iter().enumerate().map(move |(pool, plan)| {
-                let tag = (model as u64) << 32 | pool as u64;
+                let tag = pool_tag(model_number(model), Rank(0), pool_id(pool));
                 (tag, plan.geometry.clone())
             })
         });
@@ -451,7 +440,7 @@ fn elastic_caches(
             instance: instance.to_string(),
             runtime_dir: folder.to_path_buf(),
             rank,
-            model: u16::try_from(index).expect("the number of models is limited to hundreds"),
+            model: model_number(index),
             autonomous: plan.topology == ReplayTopology::Autonomous,
             device: plan.device,
             budget: budgets[usize::from(rank)].1.clone(),

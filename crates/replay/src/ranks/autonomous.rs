@@ -36,22 +36,23 @@ impl AutonomousCache {
         std::mem::take(&mut self.calls)
     }
 
-    /// What each rank did in all, and how many have other pages mapped than the first.
+    /// What each rank did in all, and how many ever had other pages mapped than their scheduler
+    /// believes, or have others than the first rank.
     pub(crate) fn finish(&mut self) -> Result<(Vec<Finished>, usize), CrewError> {
         let mapped = self.crew.mapped()?;
+        let answers = self.crew.ask(&Order::Finish)?.into_iter();
+        let finished: Vec<Finished> = answers
+            .map(|(rank, answer)| match answer {
+                Answer::Finished(finished) => Ok(finished),
+                _ => Err(CrewError::OutOfTurn { rank }),
+            })
+            .collect::<Result<_, _>>()?;
         let divergent = mapped
             .iter()
-            .filter(|(_, sets)| *sets != mapped[0].1)
+            .zip(&finished)
+            .filter(|((_, sets), finished)| *sets != mapped[0].1 || finished.divergent)
             .count();
-        let finished =
-            self.crew
-                .ask(&Order::Finish)?
-                .into_iter()
-                .map(|(rank, answer)| match answer {
-                    Answer::Finished(finished) => Ok(finished),
-                    _ => Err(CrewError::OutOfTurn { rank }),
-                });
-        Ok((finished.collect::<Result<_, _>>()?, divergent))
+        Ok((finished, divergent))
     }
 
     /// Asks all ranks; all must say the same. `None`: full.

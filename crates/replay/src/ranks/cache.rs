@@ -19,7 +19,7 @@ use super::device::OwnPool;
 use super::message::{MappedSet, PageTotals, Setup};
 use super::meters::{Meters, Timed};
 use super::oracle::{Checked, RankPool, Stamp};
-use crate::{BlockId, Broken, CacheError, KvCache, Return, Want, bytes_per_block};
+use crate::{BlockId, Broken, CacheError, FixedSplit, KvCache, Return, Want, bytes_per_block};
 
 /// How often the mapped sets of all ranks are compared, in steps of the model.
 const COMPARE_EVERY: u64 = 512;
@@ -107,6 +107,12 @@ impl ModelPlan {
             .iter()
             .map(|pool| pool.geometry.bundle_bytes())
             .sum()
+    }
+
+    /// The model with a share of the memory for itself, in bookkeeping.
+    pub(crate) fn static_share(&self, share_bytes: u64) -> FixedSplit {
+        let block_bytes: Vec<u64> = self.pools.iter().map(|pool| pool.block_bytes).collect();
+        FixedSplit::new(share_bytes, &block_bytes)
     }
 
     pub(crate) fn block_bytes(&self, pool: PoolId, blocks: u64) -> u64 {
@@ -296,6 +302,11 @@ impl KvCache for RankedCache {
         for pool in self.scheduler.pools() {
             let mine = wants.iter().filter(|want| want.pool == pool.id());
             let blocks: u32 = mine.map(|want| want.blocks).sum();
+            if blocks == 0 {
+                // Nothing was asked, so there is nothing to measure.
+                handed_out.push(Vec::new());
+                continue;
+            }
             match self.meters.alloc(|| pool.alloc(blocks)) {
                 Ok(blocks) => handed_out.push(blocks),
                 Err(error) => {
@@ -495,5 +506,15 @@ mod tests {
         assert_eq!((out.len(), cache.held_bytes()), (0, held));
         assert!(!cache.fits(&[1000]) && cache.fits(&[8]));
         cache.alloc(&[want(8)], &mut out).expect("nothing was kept");
+    }
+
+    #[test]
+    fn a_pool_that_is_not_asked_is_not_measured() {
+        let (mut cache, _) = cache();
+        drop(cache.take_calls());
+        cache.alloc(&[want(0)], &mut Vec::new()).expect("nothing");
+        assert_eq!(cache.take_calls(), []);
+        cache.alloc(&[want(1)], &mut Vec::new()).expect("room");
+        assert!(!cache.take_calls().is_empty());
     }
 }

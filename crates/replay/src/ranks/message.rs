@@ -108,6 +108,8 @@ pub(crate) struct MappedSet {
 pub(crate) struct Finished {
     pub(crate) pages: PageTotals,
     pub(crate) checked: Checked,
+    /// Did it ever have other pages mapped than its scheduler believes?
+    pub(crate) divergent: bool,
 }
 
 /// How an autonomous rank's cache is after an order.
@@ -166,9 +168,9 @@ impl Setup {
         Rank(self.rank)
     }
 
-    /// A number that no other pool of any rank of any model has.
-    pub(crate) fn tag(&self, pool: usize) -> u64 {
-        u64::from(self.model) << 32 | u64::from(self.rank) << 16 | pool as u64
+    /// See [`pool_tag`].
+    pub(crate) fn tag(&self, pool: PoolId) -> u64 {
+        pool_tag(self.model, self.rank(), pool)
     }
 }
 
@@ -188,6 +190,11 @@ impl From<MaxRunMessage> for MaxRun {
             MaxRunMessage::Bytes(bytes) => Self::Bytes(bytes),
         }
     }
+}
+
+/// A number that no other pool of any rank of any model has: stamps carry it.
+pub(crate) fn pool_tag(model: u16, rank: Rank, pool: PoolId) -> u64 {
+    u64::from(model) << 32 | u64::from(rank.0) << 16 | u64::from(pool.0)
 }
 
 impl PoolMessage {

@@ -10,7 +10,7 @@ use kvcached_tp_ipc::NameError;
 use kvcached_vmm::{BudgetError, VmmError};
 use thiserror::Error;
 
-use super::cache::{ModelPlan, RankedCache};
+use super::cache::{ModelPlan, RankedCache, pool_id};
 use super::channel::{Channel, ChannelError};
 use super::device::{open_pools, serve_pools};
 use super::message::{Answer, Finished, MappedSet, Order, Setup, State};
@@ -78,7 +78,7 @@ pub fn serve_rank() -> Result<(), RankError> {
     };
     if let Err(error) = &result {
         // The replay may be gone; then there is nobody to tell.
-        drop(channel.send(&Answer::Failed(chain(error))));
+        drop(channel.send(&Answer::Failed(with_causes(error))));
     }
     result
 }
@@ -97,7 +97,9 @@ fn serve(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
         cold: cold(setup),
         ipc_timeout: setup.ipc_timeout,
     };
-    let tags = (0..setup.pools.len()).map(|pool| setup.tag(pool)).collect();
+    let tags = (0..setup.pools.len())
+        .map(|index| setup.tag(pool_id(index)))
+        .collect();
     let served = serve_pools(
         setup.device,
         setup.memory_bytes,
@@ -123,7 +125,7 @@ fn run_alone(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
     let plan = ModelPlan::of_setup(setup)?;
     let pools = plan.pools.iter().enumerate();
     let pools = pools
-        .map(|(index, pool)| (setup.tag(index), pool.geometry.clone()))
+        .map(|(index, pool)| (setup.tag(pool_id(index)), pool.geometry.clone()))
         .collect();
     let own = open_pools(
         setup.device,
@@ -178,9 +180,12 @@ fn run_alone(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
                 Answer::Done(state(&cache))
             }
             Order::Finish => {
-                let pages = cache.page_totals();
-                let checked = cache.checked().clone();
-                Answer::Finished(Finished { pages, checked })
+                cache.compare_ranks().map_err(Broken::new)?;
+                Answer::Finished(Finished {
+                    pages: cache.page_totals(),
+                    checked: cache.checked().clone(),
+                    divergent: !cache.divergent().is_empty(),
+                })
             }
             other => match look(other, &memory)? {
                 Some(answer) => answer,
@@ -257,13 +262,14 @@ pub(crate) fn cold(setup: &Setup) -> Cold {
 }
 
 /// An error with all that caused it, in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+#[must_use]
+pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
         let cause_text = cause.to_string();
-        // Transparent errors say the same as their source.
-        if !text.ends_with(&cause_text) {
+        // An error that quotes its source says it already.
+        if !text.contains(&cause_text) {
             text.push_str(": ");
             text.push_str(&cause_text);
         }
