@@ -1,7 +1,7 @@
 //! The mapper of the benchmarks: backs every page with nothing at all, so that only what is above
 //! it is measured.
 
-use kvcached_mapper::{MapError, Mapper, PageRun, Readiness};
+use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
 
 /// See the file.
 #[derive(Debug)]
@@ -12,7 +12,7 @@ impl Mapper for Nothing {
         Ok(())
     }
 
-    fn unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
+    fn unmap_after(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
         Ok(())
     }
 

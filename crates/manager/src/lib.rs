@@ -25,7 +25,7 @@
 //! use kvcached_manager::{
 //!     AllocError, BlockId, BlockManager, BlockSpace, FreeError, FullReason, Limit, LimitStatus,
 //! };
-//! use kvcached_mapper::{MapError, Mapper, PageRun, Readiness};
+//! use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
 //! use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
 //!
 //! /// Backs nothing, and says that it did.
@@ -36,7 +36,7 @@
 //!     fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
 //!         Ok(())
 //!     }
-//!     fn unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
+//!     fn unmap_after(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
 //!         Ok(())
 //!     }
 //!     fn headroom(&self) -> Option<u32> {

@@ -121,6 +121,20 @@ impl<D: Driver> Backing<D> {
         Ok(chunk)
     }
 
+    /// Makes `extent` cold, whatever a failed step left behind it. On `Err` it is in no known state
+    /// still, and this may be tried again.
+    pub(crate) fn settle(&mut self, extent: Extent) -> Result<(), VmmError> {
+        let tensor = &mut self.tensors[extent.tensor as usize];
+        let left: Vec<u64> = tensor
+            .mappings_within(extent.offset, extent.len)
+            .map(|(offset, _)| offset)
+            .collect();
+        for offset in left {
+            tensor.unmap(offset)?;
+        }
+        self.cover(extent).map_err(|failed| failed.cause)
+    }
+
     /// Lays zeros over `extent`, behind which there is nothing.
     fn cover(&mut self, extent: Extent) -> Result<(), StepError> {
         let Some(Zero { granule, access }) = &self.zero else {

@@ -1,9 +1,11 @@
 //! What a mapper answers when it did not do what was asked.
 
+use std::fmt;
+
 use kvcached_vmm::VmmError;
 use thiserror::Error;
 
-use crate::{PageRun, Rank, Stage};
+use crate::{Epoch, PageRun, Rank, Stage};
 
 /// A batch that was not mapped or unmapped: why, and which of its runs are now in doubt.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -58,6 +60,12 @@ pub enum Cause {
         stage: Stage,
         /// The rank itself.
         rank: Rank,
+    },
+    /// Work that may still touch the memory has not ended within the bound; nothing changed.
+    #[error("{epoch} has not retired")]
+    InFlight {
+        /// The epoch that was waited for.
+        epoch: Epoch,
     },
     /// The driver of this process.
     #[error(transparent)]
@@ -121,6 +129,96 @@ pub struct NotReady {
     pub rank: Rank,
     /// Why, with the endpoint where there is one.
     pub reason: String,
+}
+
+/// How far every place is known to have the pages it should.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Health {
+    /// Every rank has exactly the runs that it should have.
+    #[default]
+    Healthy,
+    /// Some pages are out of use until they are reconciled; every rank counts, and everything else
+    /// goes on.
+    Degraded {
+        /// Ranks that do not know what they have, and why; empty if that is this process without
+        /// others.
+        ranks: Vec<Suspect>,
+        /// Pages in doubt.
+        pages: u32,
+    },
+    /// Of some rank it is not known what it has: it is not promised anything, and so nothing is
+    /// begun at all until it has been resynchronised.
+    Fenced {
+        /// These ranks, and why; never empty.
+        ranks: Vec<Suspect>,
+        /// Pages in doubt.
+        pages: u32,
+    },
+}
+
+/// A rank of which it is not known which pages it has.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{stage}, {rank}: {reason}")]
+pub struct Suspect {
+    /// Stage of the rank.
+    pub stage: Stage,
+    /// The rank itself.
+    pub rank: Rank,
+    /// What made it suspect, or what the last attempt to mend it ended with.
+    pub reason: String,
+}
+
+/// What [`Mapper::reconcile`](crate::Mapper::reconcile) found out.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reconciled {
+    /// Of the runs asked about, those that are backed nowhere now.
+    pub cold: Vec<PageRun>,
+    /// Of the runs asked about, those that are backed everywhere now. What they hold is unknown.
+    pub mapped: Vec<PageRun>,
+    /// Ranks that had lost memory they should have had, and have it again, empty: whatever was
+    /// written to the pool's mapped pages before is not to be read any more. Each loss is told
+    /// once.
+    pub lost: Vec<(Stage, Rank)>,
+}
+
+/// What [`RankMapper::resync`](crate::RankMapper::resync) did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Resynced {
+    /// Wanted runs that were not there, and are now, empty.
+    pub remade: Vec<PageRun>,
+    /// Runs that are neither mapped nor cold, for all that was tried.
+    pub in_doubt: Vec<PageRun>,
+}
+
+impl Health {
+    /// Is new work refused?
+    #[must_use]
+    pub const fn is_fenced(&self) -> bool {
+        matches!(self, Self::Fenced { .. })
+    }
+
+    /// The ranks concerned.
+    #[must_use]
+    pub fn ranks(&self) -> &[Suspect] {
+        match self {
+            Self::Healthy => &[],
+            Self::Degraded { ranks, .. } | Self::Fenced { ranks, .. } => ranks,
+        }
+    }
+}
+
+impl fmt::Display for Health {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (word, ranks, pages) = match self {
+            Self::Healthy => return f.write_str("healthy"),
+            Self::Degraded { ranks, pages } => ("degraded", ranks, pages),
+            Self::Fenced { ranks, pages } => ("fenced", ranks, pages),
+        };
+        write!(f, "{word}, {pages} pages in doubt")?;
+        ranks
+            .iter()
+            .try_for_each(|suspect| write!(f, "; {suspect}"))
+    }
 }
 
 impl MapError {

@@ -49,6 +49,7 @@
 //! ```
 
 mod backing;
+mod epoch;
 mod error;
 mod geometry;
 mod ids;
@@ -61,7 +62,10 @@ pub mod testing;
 use std::fmt;
 
 pub use backing::Cold;
-pub use error::{Cause, MapError, NotReady, PeerCause, Readiness};
+pub use epoch::{After, Epoch, Epochs};
+pub use error::{
+    Cause, Health, MapError, NotReady, PeerCause, Readiness, Reconciled, Resynced, Suspect,
+};
 pub use geometry::{Extent, Geometry, View};
 pub use ids::{PageId, PageRun, PoolId, Rank, Stage};
 pub use layout::{KvBuffers, Layout, LayoutError, PageSize, ParseLayoutError, PoolSpec};
@@ -96,11 +100,21 @@ pub trait Mapper: fmt::Debug + Send + Sync {
     /// See the trait: nothing is backed, or the error names what is uncertain.
     fn map(&self, runs: &[PageRun]) -> Result<(), MapError>;
 
-    /// Takes the memory of `runs` away, and returns when the device can no longer touch it.
+    /// Takes the memory of `runs` away once what `after` names has ended, and returns when the
+    /// device can no longer touch it.
     ///
     /// # Errors
     /// See the trait: every run is backed as before, or the error names what is uncertain.
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError>;
+    /// [`Cause::InFlight`] if what `after` names has not ended within a bound.
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError>;
+
+    /// The same after all that was launched so far.
+    ///
+    /// # Errors
+    /// As [`unmap_after`](Self::unmap_after).
+    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.unmap_after(runs, After::DEVICE)
+    }
 
     /// How many more pages memory could back just now: a hint, never an admission, since other
     /// processes use the same device. `None` where it cannot be told.
@@ -112,6 +126,59 @@ pub trait Mapper: fmt::Debug + Send + Sync {
     /// Only for what waiting cannot mend, such as a rank with another geometry; a rank that cannot
     /// be reached yet is [`Readiness::NotReady`].
     fn ready(&self) -> Result<Readiness, MapError>;
+
+    /// How far every place is known to have the pages it should, as of the last call. Waits for
+    /// nobody. As given here, for a mapper that never leaves anything in doubt.
+    fn health(&self) -> Health {
+        Health::Healthy
+    }
+
+    /// Looks whether every place is still there, brings those in doubt back to a known state, and
+    /// tells what is now true of `doubtful` runs, which earlier calls named uncertain. One attempt:
+    /// who wants more calls again. Costs little while all is well. As given here, for a mapper that
+    /// never leaves anything in doubt.
+    ///
+    /// # Errors
+    /// The first place that could not be mended; nothing is known about `doubtful` then.
+    fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+        let _ = doubtful;
+        Ok(Reconciled::default())
+    }
+}
+
+/// One rank's part of a pool, as a transaction over several ranks needs it: a [`Mapper`] that takes
+/// memory away in two steps, and that can be told the whole of what it must have.
+///
+/// A run is prepared between [`prepare_unmap`](Self::prepare_unmap) and either
+/// [`commit_unmap`](Self::commit_unmap) or [`abort_unmap`](Self::abort_unmap). Meanwhile it is
+/// neither mapped nor free to be mapped. [`Mapper::unmap_after`] is the first two in one.
+pub trait RankMapper: Mapper {
+    /// Once what `after` names has ended, makes `runs` unreachable for the device, and keeps their
+    /// memory with its content.
+    ///
+    /// # Errors
+    /// As for [`Mapper::unmap_after`].
+    fn prepare_unmap(&self, runs: &[PageRun], after: After) -> Result<(), MapError>;
+
+    /// Gives the memory of prepared runs back. Runs that are not prepared are passed over.
+    fn commit_unmap(&self, runs: &[PageRun]);
+
+    /// Maps prepared runs again, with their content. Runs that are not prepared are passed over.
+    ///
+    /// # Errors
+    /// The runs that could not be mapped again are [`MapError::uncertain`]; all others are mapped.
+    fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError>;
+
+    /// Makes `wanted` exactly the runs that are mapped, whatever was mapped, prepared or in doubt
+    /// before. What stays keeps its content; what goes, goes after [`After::DEVICE`].
+    ///
+    /// # Errors
+    /// What stood in the way, such as memory for a run that is missing. Some of the work may be
+    /// done; the next attempt does the rest.
+    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError>;
+
+    /// The mapped runs in order, exactly as they were mapped.
+    fn mapped(&self) -> Vec<PageRun>;
 }
 
 impl<M: Mapper + ?Sized> Mapper for std::sync::Arc<M> {
@@ -119,8 +186,8 @@ impl<M: Mapper + ?Sized> Mapper for std::sync::Arc<M> {
         (**self).map(runs)
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
-        (**self).unmap(runs)
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        (**self).unmap_after(runs, after)
     }
 
     fn headroom(&self) -> Option<u32> {
@@ -129,5 +196,13 @@ impl<M: Mapper + ?Sized> Mapper for std::sync::Arc<M> {
 
     fn ready(&self) -> Result<Readiness, MapError> {
         (**self).ready()
+    }
+
+    fn health(&self) -> Health {
+        (**self).health()
+    }
+
+    fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+        (**self).reconcile(doubtful)
     }
 }

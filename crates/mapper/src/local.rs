@@ -2,19 +2,22 @@
 //!
 //! A batch is mapped in two parts. First every chunk is created: a device that is full says so
 //! here, before anything was touched. Then extent after extent is backed; if one fails, those
-//! before it are taken back in reverse. Unmapping keeps the chunks until the last extent is gone,
-//! so that a failure half-way puts each back with its content.
+//! before it are taken back in reverse. Unmapping, too, has two parts: the first takes every extent
+//! away and keeps the chunks, so that a failure half-way, here or on another rank, puts each back
+//! with its content; the second lets go of the chunks.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use kvcached_vmm::{Bytes, Chunk, Driver, VmmError};
 
 use crate::{
-    Cold, Extent, Geometry, MapError, Mapper, PageRun, Readiness, backing::Backing, runs::Record,
+    After, Cold, Epochs, Extent, Geometry, Health, MapError, Mapper, PageRun, RankMapper,
+    Readiness, Reconciled, Resynced, backing::Backing, runs::Record,
 };
 
 #[cfg(test)]
@@ -29,12 +32,15 @@ pub struct LocalMapper<D: Driver> {
     geometry: Geometry,
     cold: Cold,
     tensor_bases: Vec<u64>,
+    epochs: Arc<Epochs>,
     pool: Mutex<Pool<D>>,
 }
 
 struct Pool<D: Driver> {
     backing: Backing<D>,
     record: Record,
+    /// Chunks of the prepared runs.
+    prepared: BTreeMap<PageRun, Vec<Step<D>>>,
 }
 
 /// One extent of a batch, and the chunk that is to be, or was, behind it.
@@ -62,14 +68,22 @@ impl<D: Driver> LocalMapper<D> {
         let pool = Mutex::new(Pool {
             backing,
             record: Record::new(geometry.pages()),
+            prepared: BTreeMap::new(),
         });
         Ok(Self {
             driver,
             geometry,
             cold,
             tensor_bases,
+            epochs: Arc::new(Epochs::new(Duration::ZERO)),
             pool,
         })
+    }
+
+    /// The same, with `epochs` to wait for; without, no epoch ever retires.
+    #[must_use]
+    pub fn with_epochs(self, epochs: Arc<Epochs>) -> Self {
+        Self { epochs, ..self }
     }
 
     /// Where every page and block lies.
@@ -89,14 +103,16 @@ impl<D: Driver> LocalMapper<D> {
         self.pool().record.mapped.iter().collect()
     }
 
-    /// Bytes behind the mapped runs; what runs in doubt still hold is not known, and not counted.
+    /// Bytes behind the mapped runs. What prepared runs and runs in doubt still hold is not
+    /// counted.
     #[must_use]
     pub fn mapped_bytes(&self) -> u64 {
         u64::from(self.pool().record.mapped.pages()) * self.geometry.bundle_bytes()
     }
 
-    /// Runs that a failure left neither mapped nor cold, in order. They are given back when the
-    /// mapper is dropped, and not touched before.
+    /// Runs that a failure left neither mapped nor cold, in order. They are not touched before they
+    /// are [reconciled](Mapper::reconcile), and given back at the latest when the mapper is
+    /// dropped.
     #[must_use]
     pub fn in_doubt(&self) -> Vec<PageRun> {
         self.pool().record.in_doubt.iter().collect()
@@ -110,7 +126,7 @@ impl<D: Driver> LocalMapper<D> {
 
     /// A chunk for each extent of `runs`, none of them mapped.
     fn create_chunks(&self, runs: &[PageRun]) -> Result<Vec<Step<D>>, VmmError> {
-        let mut steps = self.steps_for(runs);
+        let mut steps = Vec::with_capacity(runs.len() * self.geometry.extents_per_page() as usize);
         for (run, extent) in self.extents(runs) {
             let chunk = Arc::new(Chunk::create(&self.driver, extent.len)?);
             steps.push(Step { run, extent, chunk });
@@ -118,8 +134,25 @@ impl<D: Driver> LocalMapper<D> {
         Ok(steps)
     }
 
-    fn steps_for(&self, runs: &[PageRun]) -> Vec<Step<D>> {
-        Vec::with_capacity(runs.len() * self.geometry.extents_per_page() as usize)
+    /// Backs `runs`, which may be mapped.
+    fn back(&self, pool: &mut Pool<D>, runs: &[PageRun]) -> Result<(), MapError> {
+        let steps = self.create_chunks(runs)?;
+        for (index, step) in steps.iter().enumerate() {
+            if let Err(failed) = pool.backing.back(step.extent, Arc::clone(&step.chunk)) {
+                let mut uncertain = BTreeSet::new();
+                if !failed.restored {
+                    uncertain.insert(step.run);
+                }
+                for done in steps[..index].iter().rev() {
+                    if pool.backing.unback(done.extent).is_err() {
+                        uncertain.insert(done.run);
+                    }
+                }
+                return Err(pool.failed(failed.cause, uncertain));
+            }
+        }
+        pool.record.insert_all(runs);
+        Ok(())
     }
 
     fn extents(&self, runs: &[PageRun]) -> impl Iterator<Item = (PageRun, Extent)> {
@@ -152,57 +185,12 @@ impl<D: Driver> Mapper for LocalMapper<D> {
     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
         let mut pool = self.pool();
         pool.record.check_map(runs)?;
-        let steps = self.create_chunks(runs)?;
-        for (index, step) in steps.iter().enumerate() {
-            if let Err(failed) = pool.backing.back(step.extent, Arc::clone(&step.chunk)) {
-                let mut uncertain = BTreeSet::new();
-                if !failed.restored {
-                    uncertain.insert(step.run);
-                }
-                for done in steps[..index].iter().rev() {
-                    if pool.backing.unback(done.extent).is_err() {
-                        uncertain.insert(done.run);
-                    }
-                }
-                return Err(pool.failed(failed.cause, uncertain));
-            }
-        }
-        pool.record.insert_all(runs);
-        Ok(())
+        self.back(&mut pool, runs)
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
-        if runs.is_empty() {
-            return Ok(());
-        }
-        // A mistake is answered before the wait, and checked for again after it.
-        self.pool().record.check_unmap(runs)?;
-        self.driver.synchronize()?;
-
-        let mut pool = self.pool();
-        pool.record.check_unmap(runs)?;
-        let mut taken = self.steps_for(runs);
-        for (run, extent) in self.extents(runs) {
-            match pool.backing.unback(extent) {
-                Ok(chunk) => taken.push(Step { run, extent, chunk }),
-                Err(failed) => {
-                    let mut uncertain = BTreeSet::new();
-                    if !failed.restored {
-                        uncertain.insert(run);
-                    }
-                    for Step { run, extent, chunk } in taken.into_iter().rev() {
-                        if pool.backing.back(extent, chunk).is_err() {
-                            uncertain.insert(run);
-                        }
-                    }
-                    return Err(pool.failed(failed.cause, uncertain));
-                }
-            }
-        }
-        pool.record.remove_all(runs);
-        // Giving memory back takes the longer the larger the chunks: others need not wait for it.
-        drop(pool);
-        drop(taken);
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.prepare_unmap(runs, after)?;
+        self.commit_unmap(runs);
         Ok(())
     }
 
@@ -215,9 +203,193 @@ impl<D: Driver> Mapper for LocalMapper<D> {
         // Whoever has a value has the addresses, and nothing else is needed.
         Ok(Readiness::Ready)
     }
+
+    fn health(&self) -> Health {
+        match self.pool().record.in_doubt.pages() {
+            0 => Health::Healthy,
+            pages => Health::Degraded {
+                ranks: Vec::new(),
+                pages,
+            },
+        }
+    }
+
+    fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+        if self.pool().record.in_doubt.pages() > 0 {
+            self.driver.synchronize()?;
+        }
+        let mut pool = self.pool();
+        pool.settle(&self.geometry);
+        let (cold, mapped) = pool.record.tell_apart(doubtful);
+        Ok(Reconciled {
+            cold,
+            mapped,
+            lost: Vec::new(),
+        })
+    }
+}
+
+impl<D: Driver> RankMapper for LocalMapper<D> {
+    fn prepare_unmap(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        if runs.is_empty() {
+            return Ok(());
+        }
+        // A mistake is answered before the wait, and checked for again after it.
+        self.pool().record.check_unmap(runs)?;
+        if let Some(epoch) = after.epoch {
+            self.epochs.wait(epoch)?;
+        }
+        if after.device {
+            self.driver.synchronize()?;
+        }
+
+        let mut pool = self.pool();
+        pool.record.check_unmap(runs)?;
+        let taken = pool.take_away(self.extents(runs))?;
+        for &run in runs {
+            pool.record.mapped.remove(run);
+            pool.record.prepared.insert(run);
+        }
+        for step in taken {
+            pool.prepared.entry(step.run).or_default().push(step);
+        }
+        Ok(())
+    }
+
+    fn commit_unmap(&self, runs: &[PageRun]) {
+        let mut pool = self.pool();
+        let chunks: Vec<_> = runs.iter().map(|&run| pool.forget_prepared(run)).collect();
+        // Giving memory back takes the longer the larger the chunks: others need not wait for it.
+        drop(pool);
+        drop(chunks);
+    }
+
+    fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        let mut pool = self.pool();
+        let mut failure: Option<MapError> = None;
+        for &run in runs {
+            if let Err(cause) = pool.restore_prepared(run) {
+                let failure = failure.get_or_insert_with(|| cause.into());
+                failure.uncertain.push(run);
+            }
+        }
+        failure.map_or(Ok(()), Err)
+    }
+
+    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        self.driver.synchronize()?;
+        let mut pool = self.pool();
+        pool.record.check_set(wanted)?;
+        let wanted_set: BTreeSet<PageRun> = wanted.iter().copied().collect();
+
+        let prepared: Vec<PageRun> = pool.record.prepared.iter().collect();
+        for run in prepared {
+            if wanted_set.contains(&run) {
+                // What cannot be restored is in doubt, and settled with the others.
+                let _ = pool.restore_prepared(run);
+            } else {
+                pool.forget_prepared(run);
+            }
+        }
+        pool.settle(&self.geometry);
+
+        let mapped = pool.record.mapped.iter();
+        let extra: Vec<PageRun> = mapped.filter(|run| !wanted_set.contains(run)).collect();
+        let taken = pool.take_away(self.extents(&extra))?;
+        pool.record.remove_all(&extra);
+        drop(taken);
+
+        let mut in_doubt: BTreeSet<PageRun> = pool.record.in_doubt.iter().collect();
+        let mut missing = Vec::new();
+        for &run in &wanted_set {
+            if pool.record.in_doubt.overlapping(run).is_some() {
+                in_doubt.insert(run);
+            } else if !pool.record.mapped.contains(run) {
+                missing.push(run);
+            }
+        }
+        // One by one: what memory there is serves as many runs as it can, and the next attempt
+        // needs the less.
+        for &run in &missing {
+            self.back(&mut pool, &[run])?;
+        }
+        Ok(Resynced {
+            remade: missing,
+            in_doubt: in_doubt.into_iter().collect(),
+        })
+    }
+
+    fn mapped(&self) -> Vec<PageRun> {
+        Self::mapped(self)
+    }
 }
 
 impl<D: Driver> Pool<D> {
+    /// Takes the chunks of all `extents` away, or of none.
+    fn take_away(
+        &mut self,
+        extents: impl Iterator<Item = (PageRun, Extent)>,
+    ) -> Result<Vec<Step<D>>, MapError> {
+        let mut taken: Vec<Step<D>> = Vec::with_capacity(extents.size_hint().0);
+        for (run, extent) in extents {
+            match self.backing.unback(extent) {
+                Ok(chunk) => taken.push(Step { run, extent, chunk }),
+                Err(failed) => {
+                    let mut uncertain = BTreeSet::new();
+                    if !failed.restored {
+                        uncertain.insert(run);
+                    }
+                    for Step { run, extent, chunk } in taken.into_iter().rev() {
+                        if self.backing.back(extent, chunk).is_err() {
+                            uncertain.insert(run);
+                        }
+                    }
+                    return Err(self.failed(failed.cause, uncertain));
+                }
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Ends the preparation of `run`, if it is prepared; its chunks, not mapped anywhere.
+    fn forget_prepared(&mut self, run: PageRun) -> Vec<Step<D>> {
+        let steps = self.prepared.remove(&run);
+        if steps.is_some() {
+            self.record.prepared.remove(run);
+        }
+        steps.unwrap_or_default()
+    }
+
+    /// Maps `run` again, if it is prepared. On `Err` it is in doubt.
+    fn restore_prepared(&mut self, run: PageRun) -> Result<(), VmmError> {
+        let Some(steps) = self.prepared.remove(&run) else {
+            return Ok(());
+        };
+        for Step { extent, chunk, .. } in steps {
+            if let Err(failed) = self.backing.back(extent, chunk) {
+                self.record.doubt(run);
+                return Err(failed.cause);
+            }
+        }
+        self.record.prepared.remove(run);
+        self.record.mapped.insert(run);
+        Ok(())
+    }
+
+    /// Makes runs in doubt cold, as far as that can be done.
+    fn settle(&mut self, geometry: &Geometry) {
+        let in_doubt: Vec<PageRun> = self.record.in_doubt.iter().collect();
+        for run in in_doubt {
+            let settled = geometry
+                .extents(run)
+                .try_for_each(|extent| self.backing.settle(extent));
+            match settled {
+                Ok(()) => self.record.in_doubt.remove(run),
+                Err(error) => tracing::warn!(%run, %error, "still in doubt"),
+            }
+        }
+    }
+
     /// The answer to a batch that failed for `cause`, of which `uncertain` could not be undone.
     fn failed(&mut self, cause: VmmError, uncertain: BTreeSet<PageRun>) -> MapError {
         let uncertain: Vec<PageRun> = uncertain.into_iter().collect();

@@ -16,6 +16,8 @@ pub(crate) struct RunSet {
 pub(crate) struct Record {
     pages: u32,
     pub(crate) mapped: RunSet,
+    /// Runs between the two halves of an unmap.
+    pub(crate) prepared: RunSet,
     /// Runs whose state a failure left unknown. Nothing is done to them any more.
     pub(crate) in_doubt: RunSet,
 }
@@ -57,6 +59,7 @@ impl Record {
         Self {
             pages,
             mapped: RunSet::default(),
+            prepared: RunSet::default(),
             in_doubt: RunSet::default(),
         }
     }
@@ -64,9 +67,13 @@ impl Record {
     /// Are all of `runs` free to be mapped?
     pub(crate) fn check_map(&self, runs: &[PageRun]) -> Result<(), MapError> {
         self.check("map", runs, |run| {
-            self.mapped
-                .overlapping(run)
-                .map(|_| "it is mapped already, at least in part")
+            if self.mapped.overlapping(run).is_some() {
+                Some("it is mapped already, at least in part")
+            } else if self.prepared.overlapping(run).is_some() {
+                Some("it is being unmapped, at least in part")
+            } else {
+                None
+            }
         })
     }
 
@@ -93,10 +100,26 @@ impl Record {
 
     /// Nobody knows any more whether `run` is mapped.
     pub(crate) fn doubt(&mut self, run: PageRun) {
-        if self.mapped.contains(run) {
-            self.mapped.remove(run);
+        for known in [&mut self.mapped, &mut self.prepared] {
+            if known.contains(run) {
+                known.remove(run);
+            }
         }
         self.in_doubt.insert(run);
+    }
+
+    /// Are `runs` a set that could be mapped in an empty pool?
+    pub(crate) fn check_set(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        Self::new(self.pages).check_map(runs)
+    }
+
+    /// What is true of `doubtful` runs by now: those that are nowhere, and those that are mapped.
+    pub(crate) fn tell_apart(&self, doubtful: &[PageRun]) -> (Vec<PageRun>, Vec<PageRun>) {
+        let known = |run: &&PageRun| self.in_doubt.overlapping(**run).is_none();
+        doubtful
+            .iter()
+            .filter(known)
+            .partition(|&&run| !self.mapped.contains(run))
     }
 
     fn check(

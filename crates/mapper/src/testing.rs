@@ -33,7 +33,7 @@ use std::{
 pub use contract::contract;
 
 use crate::{
-    Cause, MapError, Mapper, PageRun, Readiness,
+    After, Cause, Health, MapError, Mapper, PageRun, Rank, Readiness, Reconciled, Stage,
     runs::{Record, RunSet},
 };
 
@@ -57,6 +57,8 @@ pub struct Calls {
     pub headroom: u64,
     /// Calls of [`Mapper::ready`].
     pub ready: u64,
+    /// Calls of [`Mapper::reconcile`].
+    pub reconcile: u64,
     /// Runs that [`Mapper::map`] backed.
     pub runs_mapped: u64,
     /// Runs that [`Mapper::unmap`] took away.
@@ -80,6 +82,10 @@ struct State {
     under_way: RunSet,
     memory_pages: Option<u32>,
     readiness: Readiness,
+    health: Health,
+    repair_error: Option<MapError>,
+    lost: Vec<(Stage, Rank)>,
+    last_after: Option<After>,
     faults: Vec<Fault>,
     before: Option<Before>,
     calls: Calls,
@@ -103,6 +109,10 @@ impl RecordingMapper {
             under_way: RunSet::default(),
             memory_pages: None,
             readiness: Readiness::Ready,
+            health: Health::Healthy,
+            repair_error: None,
+            lost: Vec::new(),
+            last_after: None,
             faults: Vec::new(),
             before: None,
             calls: Calls::default(),
@@ -122,6 +132,28 @@ impl RecordingMapper {
     /// From now on this is the answer to [`Mapper::ready`].
     pub fn set_readiness(&self, readiness: Readiness) {
         self.state().readiness = readiness;
+    }
+
+    /// From now on this is the answer to [`Mapper::health`].
+    pub fn set_health(&self, health: Health) {
+        self.state().health = health;
+    }
+
+    /// From now on [`Mapper::reconcile`] fails so; `None` lets it settle everything as cold that
+    /// is in doubt.
+    pub fn fail_reconcile(&self, error: Option<MapError>) {
+        self.state().repair_error = error;
+    }
+
+    /// The next [`Mapper::reconcile`] tells that this rank has lost what its pages held.
+    pub fn lose_content(&self, stage: Stage, rank: Rank) {
+        self.state().lost.push((stage, rank));
+    }
+
+    /// What the last call of [`Mapper::unmap_after`] was told to wait for.
+    #[must_use]
+    pub fn last_after(&self) -> Option<After> {
+        self.state().last_after
     }
 
     /// Answers the `nth` call of that kind from now on, 0 being the next, with `error`.
@@ -293,7 +325,8 @@ impl Mapper for RecordingMapper {
         self.call(Call::Map, runs)
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.state().last_after = Some(after);
         self.call(Call::Unmap, runs)
     }
 
@@ -309,6 +342,25 @@ impl Mapper for RecordingMapper {
         let mut state = self.state();
         state.calls.ready += 1;
         Ok(state.readiness.clone())
+    }
+
+    fn health(&self) -> Health {
+        self.state().health.clone()
+    }
+
+    fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+        let mut state = self.state();
+        state.calls.reconcile += 1;
+        if let Some(error) = state.repair_error.clone() {
+            return Err(error);
+        }
+        state.record.in_doubt = RunSet::default();
+        let (cold, mapped) = state.record.tell_apart(doubtful);
+        Ok(Reconciled {
+            cold,
+            mapped,
+            lost: std::mem::take(&mut state.lost),
+        })
     }
 }
 

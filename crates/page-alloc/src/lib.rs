@@ -20,7 +20,7 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use kvcached_mapper::{MapError, Mapper, PageRun, Readiness};
+//! use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
 //! use kvcached_page_alloc::{
 //!     AllocError, FullReason, Limit, LimitStatus, PageAllocator, PageAllocatorConfig,
 //! };
@@ -33,7 +33,7 @@
 //!     fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
 //!         Ok(())
 //!     }
-//!     fn unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
+//!     fn unmap_after(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
 //!         Ok(())
 //!     }
 //!     fn headroom(&self) -> Option<u32> {

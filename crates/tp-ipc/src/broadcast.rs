@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use kvcached_mapper::{MapError, Mapper, NotReady, PageRun, PoolId, Rank, Readiness, Stage};
+use kvcached_mapper::{After, MapError, Mapper, NotReady, PageRun, PoolId, Rank, Readiness, Stage};
 use nix::poll::{PollFd, PollFlags};
 use thiserror::Error;
 
@@ -211,7 +211,7 @@ impl Mapper for Broadcast {
         self.batch(Operation::Map(runs))
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+    fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
         self.batch(Operation::Unmap(runs))
     }
 

@@ -321,7 +321,7 @@ fn violation(reason: String, out: &mut Vec<u8>) -> ConversationEnd {
 mod tests {
     use std::sync::Mutex;
 
-    use kvcached_mapper::{MapError, PageId, Readiness};
+    use kvcached_mapper::{After, MapError, PageId, Readiness};
     use proptest::prelude::*;
 
     use super::*;
@@ -338,7 +338,7 @@ mod tests {
             Ok(())
         }
 
-        fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
             self.0.lock().unwrap().push(("unmap", runs.to_vec()));
             Ok(())
         }

@@ -23,7 +23,7 @@
 //! ```
 //! # use std::sync::{Arc, Mutex};
 //! # use std::time::Duration;
-//! # use kvcached_mapper::{MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+//! # use kvcached_mapper::{After, MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
 //! use kvcached_tp_ipc::{
 //!     Broadcast, BroadcastConfig, Deadline, GeometryDigest, RuntimeDir, ServedPool, Server,
 //!     ServerConfig, SessionId, Topology,
@@ -36,7 +36,7 @@
 //! #         self.0.lock().unwrap().extend_from_slice(runs);
 //! #         Ok(())
 //! #     }
-//! #     fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+//! #     fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
 //! #         self.0.lock().unwrap().retain(|run| !runs.contains(run));
 //! #         Ok(())
 //! #     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvcached_mapper::{MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+use kvcached_mapper::{After, MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
 use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, ConnectError, Deadline, Endpoint, EndpointDir, GeometryDigest,
     RuntimeDir, ServedPool, Server, ServerConfig, SessionId, StopHandle, Topology,
@@ -120,7 +120,7 @@ impl Mapper for Recorder {
         Ok(())
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+    fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
         *self.calls.lock().unwrap() += 1;
         self.mapped
             .lock()

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
-    Cause, MapError, Mapper, NotReady, PageId, PageRun, PoolId, Rank, Readiness, Stage,
+    After, Cause, MapError, Mapper, NotReady, PageId, PageRun, PoolId, Rank, Readiness, Stage,
 };
 use kvcached_tp_ipc::wire::{self, Command, Doubt, Failure, Reply, WorkerMessage};
 use kvcached_tp_ipc::{
@@ -253,7 +253,7 @@ impl Mapper for Recorder {
         self.batch(Call::Map, runs)
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+    fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
         self.batch(Call::Unmap, runs)
     }
 

@@ -113,6 +113,15 @@ pub trait Bytes: Driver {
     fn read(&self, range: &Self::Range, offset: u64, buffer: &mut [u8]) -> Result<(), VmmError>;
 }
 
+/// Tells when work that was launched on a device has ended; made where the work is launched.
+pub trait Fence: fmt::Debug + Send + Sync {
+    /// Has it ended, and all work before it in the same order? Does not wait.
+    ///
+    /// # Errors
+    /// [`VmmError::Driver`] if the device does not answer.
+    fn is_over(&self) -> Result<bool, VmmError>;
+}
+
 /// Addresses that a driver reserved.
 pub trait AddressRange: fmt::Debug + Send + Sync + 'static {
     /// First address, as the device sees it.

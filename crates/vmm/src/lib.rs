@@ -63,7 +63,7 @@ pub use capped::{Capped, CappedChunk};
 pub use chunk::Chunk;
 #[cfg(feature = "cuda")]
 pub use cuda::{Cuda, CudaChunk, CudaRange};
-pub use driver::{Access, AddressRange, Bytes, DeviceMemory, Driver, Properties};
+pub use driver::{Access, AddressRange, Bytes, DeviceMemory, Driver, Fence, Properties};
 pub use error::VmmError;
 pub use host::{Host, HostChunk, HostConfig, HostRange};
 pub use mock::{Call, Mock, MockChunk, MockConfig, MockRange, Violation};

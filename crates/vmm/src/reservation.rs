@@ -133,6 +133,14 @@ impl<D: Driver> Reservation<D> {
             .map(|(&offset, chunk)| (offset, chunk.byte_len()))
     }
 
+    /// The same of those mappings that begin within `len` bytes from `offset` on.
+    pub fn mappings_within(&self, offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let within = offset..offset.saturating_add(len);
+        self.mapped
+            .range(within)
+            .map(|(&offset, chunk)| (offset, chunk.byte_len()))
+    }
+
     fn range(&self) -> &D::Range {
         self.range
             .as_ref()

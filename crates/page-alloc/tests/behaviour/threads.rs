@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use kvcached_mapper::testing::{Call, RecordingMapper};
-use kvcached_mapper::{MapError, Mapper, PageId, PageRun, Readiness};
+use kvcached_mapper::{After, MapError, Mapper, PageId, PageRun, Readiness};
 use kvcached_page_alloc::{
     AllocError, FullReason, Limit, LimitStatus, PageAllocator, PageAllocatorConfig, PageState,
     Reserve,
@@ -200,7 +200,7 @@ impl Mapper for SlowHeadroom {
     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
         self.inner.map(runs)
     }
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+    fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
         self.inner.unmap(runs)
     }
     fn headroom(&self) -> Option<u32> {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use kvcached_mapper::{MapError, Mapper, PageRun, Readiness};
+use kvcached_mapper::{After, Health, MapError, Mapper, PageRun, Readiness, Reconciled};
 use serde::{Deserialize, Serialize};
 
 /// What took time.
@@ -115,8 +115,8 @@ impl Mapper for Whole {
         self.measure(Call::Map, || self.inner.map(runs))
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
-        self.measure(Call::Unmap, || self.inner.unmap(runs))
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.measure(Call::Unmap, || self.inner.unmap_after(runs, after))
     }
 
     fn headroom(&self) -> Option<u32> {
@@ -125,6 +125,14 @@ impl Mapper for Whole {
 
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+
+    fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+        self.inner.reconcile(doubtful)
     }
 }
 
@@ -141,8 +149,8 @@ impl Mapper for Local {
         self.measure(|| self.inner.map(runs))
     }
 
-    fn unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
-        self.measure(|| self.inner.unmap(runs))
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.measure(|| self.inner.unmap_after(runs, after))
     }
 
     fn headroom(&self) -> Option<u32> {
@@ -151,6 +159,14 @@ impl Mapper for Local {
 
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+
+    fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+        self.inner.reconcile(doubtful)
     }
 }
 
