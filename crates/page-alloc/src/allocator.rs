@@ -4,13 +4,18 @@
 //! call lasts its pages are busy and everybody else goes on, frees and snapshots included. Nobody
 //! ever waits for a busy page: an allocation that finds no other is told that the pool is full.
 
+mod repair;
+mod unmap;
+
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard};
 
-use kvcached_mapper::{MapError, Mapper, PageId, PageRun};
+use kvcached_mapper::{After, Epoch, MapError, Mapper, PageId, PageRun, Suspect};
 
+pub use self::repair::Repaired;
+use self::unmap::Insist;
 use crate::limit::{LimitBook, Request};
+use crate::runs::Idle;
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
 use crate::table::{PageTable, Purpose};
 use crate::{
     AllocError, ConfigError, FreeError, FullReason, Limit, LimitError, LimitStatus,
@@ -29,14 +34,27 @@ const STEP_RUNS: usize = 16;
 /// | method | calls the mapper |
 /// | --- | --- |
 /// | [`alloc`](Self::alloc), [`alloc_first`](Self::alloc_first) | when warm pages do not suffice |
-/// | [`free`](Self::free), [`set_limit`](Self::set_limit) | when more is backed than the limit allows |
+/// | [`free`](Self::free), [`free_after`](Self::free_after), [`set_limit`](Self::set_limit) | when more is backed than the limit allows |
 /// | [`replenish`](Self::replenish), [`trim`](Self::trim) | when there is something to do |
+/// | [`repair`](Self::repair) | always |
+/// | [`health`](Self::health) | to look, which waits for nobody |
 /// | all others | never |
+///
+/// # The fence
+///
+/// While the mapper's [`Health`](kvcached_mapper::Health) is fenced, no page is handed out, not even
+/// a warm one, and nothing is mapped or unmapped: of some rank it is not known what it has, so work
+/// must not be launched on it. Whether it is so is looked up after every error of the mapper, by
+/// [`health`](Self::health) and by [`repair`](Self::repair), which somebody has to call to end it.
 #[derive(Debug)]
 pub struct PageAllocator {
     books: Mutex<Books>,
-    /// What [`PageTable::available`] was when the lock was last let go.
+    /// What [`Books::available`] was when the lock was last let go.
     available: AtomicU32,
+    /// Was there a [`Books::fence`] then?
+    fenced: AtomicBool,
+    /// Repairs that found contents lost.
+    contents_lost: AtomicU64,
     mapper: Arc<dyn Mapper>,
     bundle_bytes: u64,
     reserve: Reserve,
@@ -48,6 +66,12 @@ struct Books {
     table: PageTable,
     limit: LimitBook,
     totals: Totals,
+    /// The ranks that the mapper fences, as of the last look at its health.
+    fence: Option<Vec<Suspect>>,
+    /// How often its health was looked at.
+    looks: u64,
+    /// The mapper refused to unmap what is in flight, and no epoch has retired since.
+    in_flight: bool,
 }
 
 /// What happened since the start.
@@ -59,6 +83,7 @@ struct Totals {
     map_full: u64,
     map_failed: u64,
     unmap_failed: u64,
+    repaired: u64,
 }
 
 /// What one [`PageAllocator::replenish`] did.
@@ -109,7 +134,12 @@ impl PageAllocator {
                 table,
                 limit: LimitBook::new(capacity_bytes, floor_bytes, bundle_bytes),
                 totals: Totals::default(),
+                fence: None,
+                looks: 0,
+                in_flight: false,
             }),
+            fenced: AtomicBool::new(false),
+            contents_lost: AtomicU64::new(0),
             mapper,
             bundle_bytes,
             reserve,
@@ -121,7 +151,8 @@ impl PageAllocator {
     ///
     /// # Errors
     /// No page is handed out and `out` is as before. [`AllocError::Full`] is a normal answer;
-    /// [`AllocError::Broken`] is not, and its uncertain pages are quarantined.
+    /// [`AllocError::Broken`] is not, and its uncertain pages are quarantined. After it, or without
+    /// any call of the mapper, it may be [`AllocError::Fenced`].
     pub fn alloc(&self, n: u32, out: &mut Vec<PageId>) -> Result<(), AllocError> {
         if n <= self.available() {
             // Beside the lock, since it may take long; for nothing if the pool turns out to be full.
@@ -129,6 +160,7 @@ impl PageAllocator {
         }
         let before = out.len();
         let runs = self.with_books(|books| {
+            books.pass_fence()?;
             let table = &mut books.table;
             if n > table.available() {
                 return Err(AllocError::Full(table.full_reason(n)));
@@ -149,7 +181,8 @@ impl PageAllocator {
             }
             Err(error) => {
                 let taken = &out[before..];
-                self.free(taken)
+                // Nobody has seen them, so nothing can touch them.
+                self.free_after(taken, After::NOTHING)
                     .expect("pages taken a moment ago are in use");
                 out.truncate(before);
                 Err(error)
@@ -166,6 +199,7 @@ impl PageAllocator {
     pub fn alloc_first(&self) -> Result<PageId, AllocError> {
         let first = PageId(0);
         let run = self.with_books(|books| {
+            books.pass_fence()?;
             let table = &mut books.table;
             match table.state(first).expect("a pool has pages") {
                 PageState::Warm if table.available() == 0 => {
@@ -187,29 +221,54 @@ impl PageAllocator {
         }
     }
 
-    /// Takes pages back. Their memory stays, ready for the next allocation, unless more is backed
-    /// than the limit allows: then wholly idle runs are unmapped right here. A failure of that is
-    /// logged and shows in [`usage`](Self::usage); the pages are free all the same.
+    /// Takes pages back that whatever was launched so far may still touch: the device is
+    /// synchronised before their memory goes.
+    ///
+    /// # Errors
+    /// See [`free_after`](Self::free_after).
+    pub fn free(&self, pages: &[PageId]) -> Result<(), FreeError> {
+        self.free_after(pages, After::DEVICE)
+    }
+
+    /// Takes pages back. Their memory stays, ready for the next allocation, and goes no sooner than
+    /// what `after` names has ended, and what each of its pages was freed after since it got it.
+    ///
+    /// If more is backed than the limit allows, wholly idle runs are unmapped right here. A failure
+    /// of that is logged and shows in [`usage`](Self::usage); the pages are free all the same. The
+    /// mapper is asked once for runs whose epoch has not retired, and not again, in vain, with every
+    /// free before another epoch has.
     ///
     /// # Errors
     /// A page that is not in use, or is named twice; then no page of the call was taken back.
-    pub fn free(&self, pages: &[PageId]) -> Result<(), FreeError> {
+    pub fn free_after(&self, pages: &[PageId], after: After) -> Result<(), FreeError> {
         let excess = self.with_books(|books| {
-            books.table.put_back(pages)?;
+            books.table.put_back(pages, after)?;
             Ok(books.table.excess())
         })?;
         if excess > 0 {
-            self.shrink_and_log();
+            self.shrink_and_log(Insist::Once);
         }
         Ok(())
     }
 
+    /// This epoch and all before it have ended on every rank: memory that was freed after them may
+    /// go. Going back does nothing.
+    pub fn retire(&self, epoch: Epoch) {
+        self.with_books(|books| {
+            if books.table.retire(epoch) {
+                books.in_flight = false;
+            }
+        });
+    }
+
     /// One bounded step towards a pool that keeps to its limit and has between
     /// [`Reserve::min`] and [`Reserve::max`] warm pages. Somebody calls this now and then, from a
-    /// thread of its own; while [`Replenished::more`], at once again.
+    /// thread of its own; while [`Replenished::more`], at once again. Leaves runs whose epoch has not
+    /// retired where they are, and does nothing while a rank is fenced.
     ///
     /// # Errors
-    /// What the mapper answered, except that it is full, which is in [`Replenished::full`].
+    /// What the mapper answered, except that it is full, which is in [`Replenished::full`]; or that a
+    /// rank was fenced meanwhile.
     pub fn replenish(&self) -> Result<Replenished, MapError> {
         let Reserve { min, max } = self.reserve;
         let above = |table: &PageTable| {
@@ -217,14 +276,18 @@ impl PageAllocator {
                 .excess()
                 .max(table.count(PageState::Warm).saturating_sub(max))
         };
-        let (excess, warm) =
-            self.with_books(|Books { table, .. }| (above(table), table.count(PageState::Warm)));
+        let (fenced, excess, warm) = self.with_books(|Books { table, fence, .. }| {
+            (fence.is_some(), above(table), table.count(PageState::Warm))
+        });
+        if fenced {
+            return Ok(Replenished::default());
+        }
         if excess > 0 {
-            let (unmapped, more) = self.unmap_step(above)?;
-            if unmapped > 0 {
+            let step = self.unmap_step(Idle::Retired, above)?;
+            if step.pages > 0 {
                 return Ok(Replenished {
-                    unmapped,
-                    more,
+                    unmapped: step.pages,
+                    more: step.more,
                     ..Replenished::default()
                 });
             }
@@ -236,29 +299,36 @@ impl PageAllocator {
     }
 
     /// Gives the memory of every wholly idle run back, the reserve's too; answers how many pages.
+    /// Runs whose epoch has not retired come last, and stay warm if that does not happen within the
+    /// mapper's bound.
     ///
     /// # Errors
     /// What the mapper answered; runs before that are unmapped, and show in
-    /// [`usage`](Self::usage).
+    /// [`usage`](Self::usage). [`Cause::Diverged`](kvcached_mapper::Cause::Diverged), without a call
+    /// of the mapper, while that rank is fenced.
     pub fn trim(&self) -> Result<u32, MapError> {
         // Pages freed by others meanwhile are not waited for, so this ends.
         let mut left = self.with_books(|books| books.table.count(PageState::Warm));
         let mut unmapped = 0;
-        loop {
-            let (pages, more) = self.unmap_step(|_| left)?;
-            unmapped += pages;
-            left = left.saturating_sub(pages);
-            if pages == 0 || !more {
-                return Ok(unmapped);
+        for which in [Idle::Retired, Idle::InFlight] {
+            loop {
+                let step = self.unmap_step(which, |_| left)?;
+                unmapped += step.pages;
+                left = left.saturating_sub(step.pages);
+                if step.pages == 0 || !step.more {
+                    break;
+                }
             }
         }
+        Ok(unmapped)
     }
 
     /// Puts a limit in force, if its revision is newer, and unmaps wholly idle runs above it.
     /// Growth beyond it ends at once; what is in use above it stays until it is freed.
     ///
     /// A limit beyond the capacity is as good as the capacity. A limit of 0 lets nothing grow and
-    /// takes nothing away from anybody.
+    /// takes nothing away from anybody. What cannot be unmapped now, since a rank is fenced or work
+    /// is in flight, is left for a later [`free`](Self::free) or [`replenish`](Self::replenish).
     ///
     /// # Errors
     /// [`LimitError::BelowFloor`]; the limit in force stays.
@@ -273,7 +343,7 @@ impl PageAllocator {
         match request {
             Request::Refused(status) => Ok(status),
             Request::InForce => {
-                self.shrink_and_log();
+                self.shrink_and_log(Insist::Always);
                 Ok(self.limit_status())
             }
         }
@@ -289,8 +359,8 @@ impl PageAllocator {
         self.with_books(|books| books.limit.current())
     }
 
-    /// How many pages [`alloc`](Self::alloc) could give now, if the device has the memory. Reads
-    /// one number, without a lock.
+    /// How many pages [`alloc`](Self::alloc) could give now, if the device has the memory: none
+    /// while a rank is fenced. Reads one number, without a lock.
     #[inline]
     pub fn available(&self) -> u32 {
         self.available.load(Ordering::Relaxed)
@@ -303,6 +373,7 @@ impl PageAllocator {
                  table,
                  limit,
                  totals,
+                 ..
              }| PageUsage {
                 total: table.total(),
                 void: table.count(PageState::Void),
@@ -320,6 +391,8 @@ impl PageAllocator {
                 map_full_total: totals.map_full,
                 map_failed_total: totals.map_failed,
                 unmap_failed_total: totals.unmap_failed,
+                repaired_total: totals.repaired,
+                contents_lost_total: self.contents_lost(),
                 limit: limit.current(),
                 limit_status: limit.status(table.backed()),
             },
@@ -331,15 +404,18 @@ impl PageAllocator {
         self.with_books(|books| books.table.state(page))
     }
 
-    /// The runs whose state is unknown after a failure, exactly as they were to be mapped or
-    /// unmapped.
+    /// The runs whose state is unknown after a failure, in order, exactly as they were to be mapped
+    /// or unmapped.
     pub fn quarantined(&self) -> Vec<PageRun> {
-        self.with_books(|books| books.table.quarantined().to_vec())
+        self.with_books(|books| books.table.quarantined().map(|doubt| doubt.run).collect())
     }
 
     /// Maps busy runs and records what came of it.
     fn map(&self, runs: &[PageRun], purpose: Purpose) -> Result<(), AllocError> {
         let result = self.mapper.map(runs);
+        if result.is_err() {
+            self.look();
+        }
         let excess = self.with_books(|Books { table, totals, .. }| {
             match &result {
                 Ok(()) => {
@@ -360,7 +436,7 @@ impl PageAllocator {
         // A limit may have come while the call was under way. Pages on demand go to their owner
         // all the same, but a reserve beyond it goes back.
         if excess > 0 {
-            self.shrink_and_log();
+            self.shrink_and_log(Insist::Once);
         }
         result.map_err(|error| match error.is_full() {
             true => AllocError::Full(FullReason::DeviceMemory),
@@ -375,7 +451,10 @@ impl PageAllocator {
         let headroom = self.mapper.headroom().unwrap_or(u32::MAX);
         let mut done = Replenished::default();
         let mut runs = Vec::new();
-        self.with_books(|Books { table, .. }| {
+        self.with_books(|Books { table, fence, .. }| {
+            if fence.is_some() {
+                return;
+            }
             let missing = self
                 .reserve
                 .min
@@ -402,52 +481,12 @@ impl PageAllocator {
         }
     }
 
-    /// Unmaps wholly idle runs of as many pages as `wanted` says, in one call; answers how many
-    /// pages, and whether another call would find more.
-    fn unmap_step(&self, wanted: impl Fn(&PageTable) -> u32) -> Result<(u32, bool), MapError> {
-        let mut runs = Vec::new();
-        self.with_books(|Books { table, .. }| {
-            table.begin_unmap(wanted(table), STEP_RUNS, &mut runs);
-        });
-        if runs.is_empty() {
-            return Ok((0, false));
-        }
-        let result = self.mapper.unmap(&runs);
-        self.with_books(|Books { table, totals, .. }| match &result {
-            Ok(()) => {
-                table.finish_unmap(&runs);
-                totals.unmapped += pages_in(&runs);
-            }
-            Err(error) => {
-                table.fail_unmap(&runs, &error.uncertain);
-                totals.unmap_failed += 1;
-            }
-        });
-        result?;
-        let pages = runs.iter().map(|run| run.count()).sum();
-        Ok((pages, runs.len() == STEP_RUNS))
-    }
-
-    /// Unmaps wholly idle runs until the limit is kept or there are none.
-    fn shrink(&self) -> Result<(), MapError> {
-        while let (1.., _) = self.unmap_step(PageTable::excess)? {}
-        Ok(())
-    }
-
-    /// For callers whose own work succeeded whatever becomes of the shrinking.
-    fn shrink_and_log(&self) {
-        if let Err(error) = self.shrink() {
-            tracing::warn!(%error, "idle pages above the limit were not unmapped");
-        }
-    }
-
     /// Runs `change` under the lock; never call the mapper in it.
     #[inline]
     fn with_books<R>(&self, change: impl FnOnce(&mut Books) -> R) -> R {
         let mut books = self.lock();
         let result = change(&mut books);
-        self.available
-            .store(books.table.available(), Ordering::Relaxed);
+        self.available.store(books.available(), Ordering::Relaxed);
         result
     }
 
@@ -456,6 +495,25 @@ impl PageAllocator {
         self.books
             .lock()
             .expect("nobody panics while changing the books")
+    }
+}
+
+impl Books {
+    fn available(&self) -> u32 {
+        match self.fence {
+            None => self.table.available(),
+            Some(_) => 0,
+        }
+    }
+
+    /// Nothing is handed out while a rank is fenced.
+    fn pass_fence(&self) -> Result<(), AllocError> {
+        match &self.fence {
+            None => Ok(()),
+            Some(ranks) => Err(AllocError::Fenced {
+                ranks: ranks.clone(),
+            }),
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! What an allocator answers instead of doing what was asked, one small enum per operation.
 
-use kvcached_mapper::{MapError, PageId};
+use kvcached_mapper::{MapError, PageId, Suspect};
 use thiserror::Error;
 
 use crate::PageState;
@@ -15,6 +15,13 @@ pub enum AllocError {
     /// The mapper failed otherwise: something must be mended before asking again makes sense.
     #[error("pages cannot be mapped")]
     Broken(#[from] MapError),
+    /// Of some ranks it is not known what they have: nothing is handed out, warm pages neither,
+    /// until a [`repair`](crate::PageAllocator::repair) has mended them.
+    #[error("nothing is handed out until every rank is known again{}", describe_all(.ranks))]
+    Fenced {
+        /// These ranks, and why.
+        ranks: Vec<Suspect>,
+    },
     /// The first page was asked for, but is not to be had, now or later.
     #[error("the first page is not free but {state:?}")]
     FirstTaken {
@@ -111,6 +118,10 @@ pub enum ConfigError {
         /// Bytes there are.
         capacity_bytes: u64,
     },
+}
+
+fn describe_all(ranks: &[Suspect]) -> String {
+    ranks.iter().map(|suspect| format!("; {suspect}")).collect()
 }
 
 fn describe(found: &Option<PageState>) -> String {

@@ -13,7 +13,13 @@
 //! block is, or where a page lies in memory, is not known here.
 //!
 //! Running out of pages or memory is [`AllocError::Full`], a normal answer after which nothing has
-//! changed. Whatever the mapper leaves in doubt is quarantined and never handed out again.
+//! changed. Whatever the mapper leaves in doubt is quarantined until a
+//! [`repair`](PageAllocator::repair) settles it, and while the mapper fences a rank, nothing is
+//! handed out at all.
+//!
+//! Pages that were freed may still be read by what the device was told to do before:
+//! [`free_after`](PageAllocator::free_after) says by what, [`retire`](PageAllocator::retire) that it
+//! has ended, and memory goes back afterwards.
 //!
 //! # Example
 //!
@@ -72,10 +78,11 @@ mod error;
 mod limit;
 mod runs;
 mod spans;
+mod sync;
 mod table;
 mod usage;
 
-pub use allocator::{PageAllocator, Replenished};
+pub use allocator::{PageAllocator, Repaired, Replenished};
 pub use config::{PageAllocatorConfig, Reserve};
 pub use error::{AllocError, ConfigError, FreeError, FullReason};
 pub use limit::{Limit, LimitError, LimitStatus};

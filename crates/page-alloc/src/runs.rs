@@ -3,10 +3,15 @@
 //! Taking and putting back one page touches one slot and at most two shelves, whatever the size
 //! of the pool. The fullest run is drawn from first, so that the others drain and become wholly
 //! idle: only then can their memory go back.
+//!
+//! A run remembers what its pages were freed after. Wholly idle runs of an epoch that has not
+//! retired wait apart, by epoch: they are drawn from last, and are the last whose memory goes back.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ops::Range;
 
-use kvcached_mapper::{PageId, PageRun};
+use kvcached_mapper::{After, Epoch, PageId, PageRun};
 
 use crate::MAX_RUN;
 
@@ -14,6 +19,19 @@ use crate::MAX_RUN;
 const NONE: u32 = u32::MAX;
 /// Shelves for partly used runs, then as many for wholly idle ones.
 const SHELVES: usize = 2 * MAX_RUN as usize;
+/// Not a shelf but the place of its epoch in [`Runs::waiting`].
+const WAITING: u8 = 128;
+/// On no shelf: the run has no idle page, or a call about it is under way.
+const NOWHERE: u8 = WAITING + 1;
+
+/// Wholly idle runs, by whether something that was launched may still touch them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Idle {
+    /// No epoch that was named with a page of the run is in flight.
+    Retired,
+    /// One is.
+    InFlight,
+}
 
 /// The backed runs of a pool.
 #[derive(Debug)]
@@ -29,29 +47,88 @@ pub(crate) struct Runs {
     partly: u64,
     /// Shelves of wholly idle runs that have any: bit `i` for runs of `i + 1` pages.
     wholly: u64,
+    /// First slot of the wholly idle runs that wait for each epoch. Few epochs are in flight at a
+    /// time, so finding one costs next to nothing.
+    waiting: BTreeMap<Epoch, u32>,
+    /// This epoch and all before it have ended.
+    retired: Option<Epoch>,
 }
 
+/// Two to a cache line: frees in no order touch many.
 #[derive(Debug)]
 struct Slot {
     /// Bit `i`: page `first + i` is idle.
     idle: u64,
+    /// Part of what the pages were freed after, if `has_epoch`.
+    epoch: Epoch,
     first: u32,
-    count: u32,
-    /// Where the run is, or [`NONE`]: it has no idle page, or a call about it is under way.
-    shelf: u32,
     previous: u32,
     next: u32,
+    count: u8,
+    /// Where the run is.
+    shelf: u8,
+    has_epoch: bool,
+    /// The other part of what the pages were freed after.
+    device: bool,
 }
 
+const _: () = assert!(WAITING as usize == SHELVES && size_of::<Slot>() == 32);
+
 impl Slot {
+    fn new(run: PageRun, idle: u64, after: After) -> Self {
+        Self {
+            idle,
+            epoch: after.epoch.unwrap_or(Epoch(0)),
+            first: run.first().0,
+            previous: NONE,
+            next: NONE,
+            count: u8::try_from(run.count()).expect("no run is longer than the longest"),
+            shelf: NOWHERE,
+            has_epoch: after.epoch.is_some(),
+            device: after.device,
+        }
+    }
+
+    /// What the pages were freed after since the run was mapped.
+    fn after(&self) -> After {
+        After {
+            epoch: self.has_epoch.then_some(self.epoch),
+            device: self.device,
+        }
+    }
+
+    fn freed(&mut self, after: After) {
+        self.device |= after.device;
+        if let Some(epoch) = after.epoch {
+            self.epoch = self.epoch.max(epoch);
+            self.has_epoch = true;
+        }
+    }
+
     /// Where the run belongs.
-    const fn home(&self) -> u32 {
-        match self.idle.count_ones() {
-            0 => NONE,
-            all if all == self.count => MAX_RUN + all - 1,
+    fn home(&self, retired: Option<Epoch>) -> u8 {
+        let idle = low_byte(self.idle.count_ones());
+        match idle {
+            0 => NOWHERE,
+            all if all == self.count => {
+                if self.has_epoch && Some(self.epoch) > retired {
+                    WAITING
+                } else {
+                    low_byte(MAX_RUN) + all - 1
+                }
+            }
             some => some - 1,
         }
     }
+
+    fn run(&self) -> Option<PageRun> {
+        PageRun::new(PageId(self.first), u32::from(self.count))
+    }
+}
+
+/// A number of pages of one run, or of a shelf.
+fn low_byte(number: u32) -> u8 {
+    u8::try_from(number).expect("a run has at most 64 pages, and there are 128 shelves")
 }
 
 /// The lowest `count` bits; `count` is at most 64.
@@ -71,6 +148,8 @@ impl Runs {
             heads: [NONE; SHELVES],
             partly: 0,
             wholly: 0,
+            waiting: BTreeMap::new(),
+            retired: None,
         }
     }
 
@@ -79,18 +158,11 @@ impl Runs {
         u32::try_from(self.slots.len() - self.vacant.len()).expect("no more runs than pages")
     }
 
-    /// Adds a run that is now backed, all of it idle or all of it used.
-    pub(crate) fn insert(&mut self, run: PageRun, idle: bool) {
+    /// Adds a run that is now backed, all of it idle or all of it used; `after` is what may still
+    /// touch it.
+    pub(crate) fn insert(&mut self, run: PageRun, idle: bool, after: After) {
         let idle = if idle { low_bits(run.count()) } else { 0 };
-        let (first, count) = (run.first().0, run.count());
-        let new = Slot {
-            idle,
-            first,
-            count,
-            shelf: NONE,
-            previous: NONE,
-            next: NONE,
-        };
+        let new = Slot::new(run, idle, after);
         let slot = match self.vacant.pop() {
             Some(slot) => {
                 self.slots[slot as usize] = new;
@@ -115,33 +187,64 @@ impl Runs {
         self.shelve(self.slot_of[run.first().index()]);
     }
 
-    /// Takes a wholly idle run out of circulation: the longest of up to `pages` pages, else the
-    /// shortest, so that as little as possible is taken beyond `pages`.
-    pub(crate) fn take_idle_run(&mut self, pages: u32) -> Option<PageRun> {
-        let fitting = self.wholly & low_bits(pages.min(MAX_RUN));
-        let bit = match (fitting, self.wholly) {
-            (_, 0) => return None,
-            (0, any) => any.trailing_zeros(),
-            (fitting, _) => 63 - fitting.leading_zeros(),
+    /// What the pages of a backed run were freed after since it was mapped, without what has
+    /// retired.
+    pub(crate) fn after(&self, run: PageRun) -> After {
+        let slot = self.slot_of[run.first().index()];
+        self.slots[slot as usize].after().since(self.retired)
+    }
+
+    /// This epoch and all before it have ended: the runs that waited for it wait no longer. Going
+    /// back does nothing, and is no news.
+    pub(crate) fn retire(&mut self, epoch: Epoch) -> bool {
+        if self.retired >= Some(epoch) {
+            return false;
+        }
+        self.retired = Some(epoch);
+        while let Some(first) = self.waiting.first_entry()
+            && Some(*first.key()) <= self.retired
+        {
+            let slot = *first.get();
+            self.unshelve(slot);
+            self.shelve(slot);
+        }
+        true
+    }
+
+    /// Takes a wholly idle run out of circulation. Of the retired ones the longest of up to `pages`
+    /// pages, else the shortest, so that as little as possible is taken beyond `pages`; of those in
+    /// flight one of the oldest epoch, which retires first.
+    pub(crate) fn take_idle_run(&mut self, pages: u32, which: Idle) -> Option<PageRun> {
+        let slot = match which {
+            Idle::Retired => {
+                let fitting = self.wholly & low_bits(pages.min(MAX_RUN));
+                let bit = match (fitting, self.wholly) {
+                    (_, 0) => return None,
+                    (0, any) => any.trailing_zeros(),
+                    (fitting, _) => 63 - fitting.leading_zeros(),
+                };
+                self.heads[(MAX_RUN + bit) as usize]
+            }
+            Idle::InFlight => *self.waiting.first_key_value()?.1,
         };
-        let slot = self.heads[(MAX_RUN + bit) as usize];
         self.unshelve(slot);
-        let Slot { first, count, .. } = self.slots[slot as usize];
-        PageRun::new(PageId(first), count)
+        self.slots[slot as usize].run()
     }
 
     /// Marks up to `want` idle pages used, all of one run, and names them in stretches of adjacent
-    /// pages; answers how many. The fullest partly used run comes first, then the shortest idle
-    /// run that is enough, then the longest.
+    /// pages; answers how many. The fullest partly used run comes first, then the shortest retired
+    /// run that is enough, then the longest, then one of the latest epoch.
     pub(crate) fn take_pages(&mut self, want: u32, mut each: impl FnMut(Range<u32>)) -> u32 {
         let enough = self.wholly & !low_bits(want.clamp(1, MAX_RUN) - 1);
-        let shelf = match (self.partly, enough, self.wholly) {
-            (0, 0, 0) => return 0,
-            (0, 0, wholly) => MAX_RUN + 63 - wholly.leading_zeros(),
-            (0, enough, _) => MAX_RUN + enough.trailing_zeros(),
-            (partly, _, _) => partly.trailing_zeros(),
+        let slot = match (self.partly, enough, self.wholly) {
+            (0, 0, 0) => match self.waiting.last_key_value() {
+                None => return 0,
+                Some((_, &slot)) => slot,
+            },
+            (0, 0, wholly) => self.heads[(MAX_RUN + 63 - wholly.leading_zeros()) as usize],
+            (0, enough, _) => self.heads[(MAX_RUN + enough.trailing_zeros()) as usize],
+            (partly, _, _) => self.heads[partly.trailing_zeros() as usize],
         };
-        let slot = self.heads[shelf as usize];
         let Slot { first, idle, .. } = self.slots[slot as usize];
         let mut left = idle;
         let mut taken = 0;
@@ -164,9 +267,9 @@ impl Runs {
         self.set_idle(slot, idle & !(1 << (page.0 - first)));
     }
 
-    /// Marks used pages idle. Neighbours in `pages` that belong to one run cost one move between
-    /// shelves.
-    pub(crate) fn put_pages(&mut self, pages: &[PageId]) {
+    /// Marks used pages idle, freed after `after`. Neighbours in `pages` that belong to one run cost
+    /// one move between shelves.
+    pub(crate) fn put_pages(&mut self, pages: &[PageId], after: After) {
         let mut pages = pages.iter();
         let Some(page) = pages.next() else { return };
         let mut slot = self.slot_of[page.index()];
@@ -175,14 +278,22 @@ impl Runs {
         for page in pages {
             let next = self.slot_of[page.index()];
             if next != slot {
-                self.set_idle(slot, self.slots[slot as usize].idle | idle);
+                self.put_back(slot, idle, after);
                 slot = next;
                 first = self.slots[slot as usize].first;
                 idle = 0;
             }
             idle |= 1 << (page.0 - first);
         }
-        self.set_idle(slot, self.slots[slot as usize].idle | idle);
+        self.put_back(slot, idle, after);
+    }
+
+    fn put_back(&mut self, slot: u32, idle: u64, after: After) {
+        // A run with a used page waits for no epoch, so this does not change where it is.
+        let entry = &mut self.slots[slot as usize];
+        entry.freed(after);
+        let idle = entry.idle | idle;
+        self.set_idle(slot, idle);
     }
 
     fn set_idle(&mut self, slot: u32, idle: u64) {
@@ -192,15 +303,17 @@ impl Runs {
     }
 
     fn shelve(&mut self, slot: u32) {
-        let shelf = self.slots[slot as usize].home();
-        if shelf == NONE {
-            return;
-        }
-        let next = self.heads[shelf as usize];
-        self.heads[shelf as usize] = slot;
+        let entry = &self.slots[slot as usize];
+        let shelf = entry.home(self.retired);
+        let next = match shelf {
+            NOWHERE => return,
+            WAITING => self.waiting.insert(entry.epoch, slot).unwrap_or(NONE),
+            shelf => std::mem::replace(&mut self.heads[usize::from(shelf)], slot),
+        };
         match self.slots.get_mut(next as usize) {
             Some(neighbour) => neighbour.previous = slot,
-            None => *self.filled(shelf) |= 1 << (shelf % MAX_RUN),
+            None if shelf == WAITING => {}
+            None => *self.filled(shelf) |= 1 << (u32::from(shelf) % MAX_RUN),
         }
         let entry = &mut self.slots[slot as usize];
         entry.shelf = shelf;
@@ -214,12 +327,13 @@ impl Runs {
             shelf,
             previous,
             next,
+            epoch,
             ..
         } = *entry;
-        if shelf == NONE {
+        if shelf == NOWHERE {
             return;
         }
-        entry.shelf = NONE;
+        entry.shelf = NOWHERE;
         if let Some(neighbour) = self.slots.get_mut(next as usize) {
             neighbour.previous = previous;
         }
@@ -227,14 +341,29 @@ impl Runs {
             neighbour.next = next;
             return;
         }
-        self.heads[shelf as usize] = next;
+        if shelf == WAITING {
+            self.set_waiting(epoch, next);
+            return;
+        }
+        self.heads[usize::from(shelf)] = next;
         if next == NONE {
-            *self.filled(shelf) &= !(1 << (shelf % MAX_RUN));
+            *self.filled(shelf) &= !(1 << (u32::from(shelf) % MAX_RUN));
         }
     }
 
-    const fn filled(&mut self, shelf: u32) -> &mut u64 {
-        if shelf < MAX_RUN {
+    /// The first run that waits for `epoch`, for which some do, is this one now.
+    fn set_waiting(&mut self, epoch: Epoch, slot: u32) {
+        if let Entry::Occupied(mut first) = self.waiting.entry(epoch) {
+            if slot == NONE {
+                first.remove();
+            } else {
+                first.insert(slot);
+            }
+        }
+    }
+
+    const fn filled(&mut self, shelf: u8) -> &mut u64 {
+        if (shelf as u32) < MAX_RUN {
             &mut self.partly
         } else {
             &mut self.wholly
@@ -253,88 +382,129 @@ mod tests {
 
     #[derive(Debug, Clone)]
     enum Op {
-        Insert { count: u32, idle: bool },
+        Insert {
+            count: u32,
+            idle: bool,
+        },
         TakePages(u32),
         TakePage(Index),
-        PutPages(Vec<Index>),
-        TakeIdleRun { pages: u32, back: bool },
+        PutPages(Vec<Index>, After),
+        TakeIdleRun {
+            pages: u32,
+            in_flight: bool,
+            back: bool,
+        },
+        Retire(Epoch),
     }
 
     fn op() -> impl Strategy<Value = Op> {
+        let epoch = || (0u64..12).prop_map(Epoch);
+        let after = prop_oneof![
+            1 => Just(After::NOTHING),
+            1 => Just(After::DEVICE),
+            3 => epoch().prop_map(After::epoch),
+        ];
         prop_oneof![
             3 => (1..=MAX_RUN, any::<bool>()).prop_map(|(count, idle)| Op::Insert { count, idle }),
             4 => (1u32..100).prop_map(Op::TakePages),
             1 => any::<Index>().prop_map(Op::TakePage),
-            4 => prop::collection::vec(any::<Index>(), 0..100).prop_map(Op::PutPages),
-            2 => (1u32..100, any::<bool>())
-                .prop_map(|(pages, back)| Op::TakeIdleRun { pages, back }),
+            4 => (prop::collection::vec(any::<Index>(), 0..100), after)
+                .prop_map(|(pages, after)| Op::PutPages(pages, after)),
+            3 => (1u32..100, any::<bool>(), any::<bool>())
+                .prop_map(|(pages, in_flight, back)| Op::TakeIdleRun { pages, in_flight, back }),
+            1 => epoch().prop_map(Op::Retire),
         ]
     }
 
-    /// Idle pages of each run, by the run.
-    type Model = BTreeMap<PageRun, BTreeSet<PageId>>;
-
-    /// Idle or used pages of all runs, in order.
-    fn pages(model: &Model, idle: bool) -> Vec<PageId> {
-        let of_run = |(run, pages): (&PageRun, &BTreeSet<PageId>)| -> Vec<PageId> {
-            run.pages()
-                .filter(|page| pages.contains(page) == idle)
-                .collect()
-        };
-        model.iter().flat_map(of_run).collect()
+    /// Each run with its idle pages and what its pages were freed after.
+    #[derive(Default)]
+    struct Model {
+        runs: BTreeMap<PageRun, (BTreeSet<PageId>, After)>,
+        retired: Option<Epoch>,
     }
 
-    fn partly(run: PageRun, idle: &BTreeSet<PageId>) -> bool {
-        !idle.is_empty() && idle.len() < PageId(run.count()).index()
-    }
+    impl Model {
+        /// Idle or used pages of all runs, in order.
+        fn pages(&self, idle: bool) -> Vec<PageId> {
+            let of_run = |(run, (pages, _)): (&PageRun, &(BTreeSet<PageId>, After))| {
+                let these = run.pages().filter(|page| pages.contains(page) == idle);
+                these.collect::<Vec<_>>()
+            };
+            self.runs.iter().flat_map(of_run).collect()
+        }
 
-    /// Lengths of the wholly idle runs.
-    fn wholly(model: &Model) -> impl DoubleEndedIterator<Item = u32> {
-        let lens = model
-            .iter()
-            .filter(|(run, idle)| idle.len() == PageId(run.count()).index());
-        let sorted: BTreeSet<u32> = lens.map(|(run, _)| run.count()).collect();
-        sorted.into_iter()
+        /// Idle pages of the fullest run that has some and is not wholly idle.
+        fn fullest(&self) -> Option<usize> {
+            let lens = self
+                .runs
+                .iter()
+                .map(|(run, (idle, _))| (run.count() as usize, idle.len()));
+            lens.filter(|&(all, idle)| idle > 0 && idle < all)
+                .map(|(_, idle)| idle)
+                .min()
+        }
+
+        fn epoch(&self, run: PageRun) -> Option<Epoch> {
+            self.runs[&run].1.since(self.retired).epoch
+        }
+
+        /// Wholly idle runs that wait for no epoch, or for one.
+        fn wholly(&self, in_flight: bool) -> impl Iterator<Item = PageRun> {
+            self.runs
+                .iter()
+                .map(|(&run, (idle, _))| (run, idle))
+                .filter_map(move |(run, idle)| {
+                    let whole = idle.len() == run.count() as usize;
+                    (whole && self.epoch(run).is_some() == in_flight).then_some(run)
+                })
+        }
+
+        /// Lengths of the wholly idle runs that wait for no epoch, in order.
+        fn lengths(&self) -> Vec<u32> {
+            let mut lengths: Vec<u32> = self.wholly(false).map(PageRun::count).collect();
+            lengths.sort_unstable();
+            lengths
+        }
     }
 
     proptest! {
         #[test]
-        fn the_run_drawn_from_is_the_fullest_and_the_one_given_back_fits_best(
+        fn the_run_drawn_from_is_the_fullest_and_the_one_given_back_has_retired_and_fits_best(
             ops in prop::collection::vec(op(), 1..80),
         ) {
             const PAGES: u32 = 6000;
             let mut runs = Runs::new(PAGES);
-            let mut model = Model::new();
+            let mut model = Model::default();
             let mut end = 0;
             for op in ops {
                 match op {
                     Op::Insert { count, idle } => {
                         let run = PageRun::new(PageId(end), count).expect("pages");
                         end += count;
-                        runs.insert(run, idle);
-                        model.insert(run, run.pages().filter(|_| idle).collect());
+                        runs.insert(run, idle, After::NOTHING);
+                        let pages = run.pages().filter(|_| idle).collect();
+                        model.runs.insert(run, (pages, After::NOTHING));
                     }
                     Op::TakePages(want) => {
-                        let fullest =
-                            model.iter().filter(|(run, idle)| partly(**run, idle)).map(|(_, i)| i.len()).min();
-                        let opened = wholly(&model)
-                            .find(|&count| count >= want)
-                            .or_else(|| wholly(&model).next_back());
+                        let (fullest, lengths) = (model.fullest(), model.lengths());
+                        let opened = lengths.iter().find(|&&count| count >= want).or_else(|| lengths.last());
+                        let latest = model.wholly(true).filter_map(|run| model.epoch(run)).max();
                         let mut named = Vec::new();
                         let taken = runs.take_pages(want, |stretch| named.extend(stretch.map(PageId)));
                         prop_assert_eq!(PageId(taken).index(), named.len());
                         let Some(&page) = named.first() else {
-                            prop_assert_eq!(pages(&model, true), []);
+                            prop_assert_eq!(model.pages(true), []);
                             continue;
                         };
-                        let (run, idle) =
-                            model.iter_mut().find(|(run, _)| run.contains(page)).expect("a run");
-                        match fullest {
-                            Some(len) => {
-                                prop_assert!(partly(*run, idle));
-                                prop_assert_eq!(idle.len(), len);
+                        let run = *model.runs.keys().find(|run| run.contains(page)).expect("a run");
+                        let epoch = model.epoch(run);
+                        let (idle, _) = model.runs.get_mut(&run).expect("it is there");
+                        match (fullest, opened) {
+                            (Some(len), _) => prop_assert_eq!(idle.len(), len),
+                            (None, Some(&count)) => {
+                                prop_assert_eq!((run.count(), epoch), (count, None));
                             }
-                            None => prop_assert_eq!(Some(run.count()), opened),
+                            (None, None) => prop_assert_eq!(epoch, latest),
                         }
                         prop_assert_eq!(taken, want.min(u32::try_from(idle.len()).expect("small")));
                         // The lowest ones, each of them idle before.
@@ -342,46 +512,61 @@ mod tests {
                         idle.retain(|page| !named.contains(page));
                     }
                     Op::TakePage(which) => {
-                        let idle = pages(&model, true);
+                        let idle = model.pages(true);
                         if !idle.is_empty() {
                             let page = *which.get(&idle);
                             runs.take_page(page);
-                            model.values_mut().for_each(|idle| { idle.remove(&page); });
+                            model.runs.values_mut().for_each(|(idle, _)| { idle.remove(&page); });
                         }
                     }
-                    Op::PutPages(which) => {
-                        let mut used = pages(&model, false);
+                    Op::PutPages(which, after) => {
+                        let mut used = model.pages(false);
                         let mut back = Vec::new();
                         for index in which {
                             if !used.is_empty() {
                                 back.push(used.swap_remove(index.index(used.len())));
                             }
                         }
-                        runs.put_pages(&back);
-                        for (run, idle) in &mut model {
-                            idle.extend(back.iter().filter(|page| run.contains(**page)));
+                        runs.put_pages(&back, after);
+                        for (run, (idle, freed)) in &mut model.runs {
+                            let mut own = back.iter().filter(|page| run.contains(**page)).peekable();
+                            if own.peek().is_some() {
+                                *freed = freed.join(after);
+                            }
+                            idle.extend(own);
                         }
                     }
-                    Op::TakeIdleRun { pages, back } => {
-                        let fits = wholly(&model)
-                            .rfind(|&count| count <= pages)
-                            .or_else(|| wholly(&model).next());
-                        let taken = runs.take_idle_run(pages);
-                        prop_assert_eq!(taken.map(PageRun::count), fits);
+                    Op::TakeIdleRun { pages, in_flight, back } => {
+                        let lengths = model.lengths();
+                        let fits = lengths.iter().rfind(|&&count| count <= pages).or_else(|| lengths.first());
+                        let oldest = model.wholly(true).filter_map(|run| model.epoch(run)).min();
+                        let which = if in_flight { Idle::InFlight } else { Idle::Retired };
+                        let taken = runs.take_idle_run(pages, which);
+                        match which {
+                            Idle::Retired => prop_assert_eq!(taken.map(PageRun::count), fits.copied()),
+                            Idle::InFlight => {
+                                prop_assert_eq!(taken.and_then(|run| model.epoch(run)), oldest);
+                            }
+                        }
                         let Some(run) = taken else { continue };
-                        prop_assert_eq!(model[&run].len(), PageId(run.count()).index());
+                        prop_assert!(model.wholly(in_flight).any(|idle| idle == run));
+                        prop_assert_eq!(runs.after(run), model.runs[&run].1.since(model.retired));
                         if back {
                             runs.restore(run);
                         } else {
                             runs.remove(run);
-                            model.remove(&run);
+                            model.runs.remove(&run);
                         }
                     }
+                    Op::Retire(epoch) => {
+                        prop_assert_eq!(runs.retire(epoch), model.retired < Some(epoch));
+                        model.retired = model.retired.max(Some(epoch));
+                    }
                 }
-                prop_assert_eq!(runs.len() as usize, model.len());
+                prop_assert_eq!(runs.len() as usize, model.runs.len());
             }
             // Every idle page is found, and no other.
-            let mut left = pages(&model, true);
+            let mut left = model.pages(true);
             let mut found = Vec::new();
             while runs.take_pages(MAX_RUN, |stretch| found.extend(stretch.map(PageId))) > 0 {}
             found.sort_unstable();

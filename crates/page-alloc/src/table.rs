@@ -5,19 +5,21 @@
 //!       cold ────────────▶ busy ─────────────▶ used ─────────────▶ warm
 //!        ▲ │                │ ▲                  ▲                  │ │
 //!  limit │ │ limit          │ └──────────────────┼── begin_unmap ───┼─┘
-//!        │ ▼                ▼                    └───── take ───────┘
-//!     withheld         quarantined
+//!        │ ▼                ▼                    └───── take ───────┘ ▲
+//!     withheld ◀────── quarantined ───────────────────────────────────┘
+//!             lift_cold                         lift_warm
 //! ```
 //!
 //! A decision that needs a mapper is taken in two halves: `begin_…` makes pages busy and names
 //! runs, `finish_…` records what became of them. Between the two no other decision touches them.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use kvcached_mapper::{PageId, PageRun};
+use kvcached_mapper::{After, Epoch, PageId, PageRun};
 
 use crate::error::{FreeError, FullReason};
-use crate::runs::Runs;
+use crate::runs::{Idle, Runs};
 use crate::spans::Spans;
 
 /// What is the case with a page; exactly one of these at any time.
@@ -37,7 +39,7 @@ pub enum PageState {
     Busy,
     /// No memory, and above the limit.
     Withheld,
-    /// State unknown after a failure; not used again until it is reconciled.
+    /// State unknown after a failure; not used again until a repair settles it.
     Quarantined,
 }
 
@@ -53,6 +55,17 @@ pub(crate) enum Purpose {
     Reserve,
 }
 
+/// A run whose state is unknown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Doubt {
+    /// Exactly as it was to be mapped or unmapped.
+    pub(crate) run: PageRun,
+    /// What may still touch it, if it has memory.
+    after: After,
+    /// No other doubt has it, not even a later one about the same run.
+    number: u64,
+}
+
 /// The states of all pages of one pool, and the sets that answer "which page next" in constant
 /// time.
 #[derive(Debug)]
@@ -64,7 +77,10 @@ pub(crate) struct PageTable {
     cold: Spans,
     withheld: Spans,
     runs: Runs,
-    quarantined: Vec<PageRun>,
+    /// By first page.
+    quarantined: BTreeMap<PageId, Doubt>,
+    /// How often a run was quarantined so far.
+    doubts: u64,
     /// Busy pages that are on their way to lose their memory.
     leaving: u32,
     /// Pages that may be backed; at most the capacity.
@@ -84,7 +100,8 @@ impl PageTable {
             cold: Spans::new(),
             withheld: Spans::new(),
             runs: Runs::new(pages),
-            quarantined: Vec::new(),
+            quarantined: BTreeMap::new(),
+            doubts: 0,
             leaving: 0,
             limit: 0,
             max_run,
@@ -148,8 +165,9 @@ impl PageTable {
         self.runs.len()
     }
 
-    pub(crate) fn quarantined(&self) -> &[PageRun] {
-        &self.quarantined
+    /// The quarantined runs in order.
+    pub(crate) fn quarantined(&self) -> impl Iterator<Item = Doubt> {
+        self.quarantined.values().copied()
     }
 
     /// Why `n` pages, more than are available, cannot be had.
@@ -192,11 +210,11 @@ impl PageTable {
         self.runs.take_page(page);
     }
 
-    /// Takes used pages back; their memory stays.
+    /// Takes used pages back, which what `after` names may still touch; their memory stays.
     ///
     /// # Errors
     /// A page that is not used or is named twice; nothing is changed then.
-    pub(crate) fn put_back(&mut self, pages: &[PageId]) -> Result<(), FreeError> {
+    pub(crate) fn put_back(&mut self, pages: &[PageId], after: After) -> Result<(), FreeError> {
         let mut done = 0;
         for stretch in pages.chunk_by(|page, next| page.0.checked_add(1) == Some(next.0)) {
             if let Some(&page) = stretch.iter().find(|&&page| !self.is_used(page)) {
@@ -213,7 +231,7 @@ impl PageTable {
             self.set_state(first..last + 1, PageState::Used, PageState::Warm);
             done += stretch.len();
         }
-        self.runs.put_pages(pages);
+        self.runs.put_pages(pages, after);
         Ok(())
     }
 
@@ -248,7 +266,8 @@ impl PageTable {
         };
         for &run in runs {
             self.set_state(pages_of(run), PageState::Busy, to);
-            self.runs.insert(run, purpose == Purpose::Reserve);
+            self.runs
+                .insert(run, purpose == Purpose::Reserve, After::NOTHING);
         }
     }
 
@@ -257,7 +276,7 @@ impl PageTable {
     pub(crate) fn fail_map(&mut self, runs: &[PageRun], uncertain: &[PageRun]) {
         for &run in runs {
             if in_doubt(run, uncertain) {
-                self.quarantine(run);
+                self.quarantine(run, After::NOTHING);
             } else {
                 self.set_state(pages_of(run), PageState::Busy, PageState::Withheld);
                 self.withheld.insert(pages_of(run));
@@ -266,18 +285,28 @@ impl PageTable {
         self.keep_to_limit();
     }
 
-    /// Makes wholly idle runs busy until they have `pages` pages or are `most_runs`.
-    pub(crate) fn begin_unmap(&mut self, pages: u32, most_runs: usize, runs: &mut Vec<PageRun>) {
+    /// Makes wholly idle runs busy until they have `pages` pages or are `most_runs`; answers what
+    /// must have ended before their memory may go.
+    pub(crate) fn begin_unmap(
+        &mut self,
+        pages: u32,
+        most_runs: usize,
+        which: Idle,
+        runs: &mut Vec<PageRun>,
+    ) -> After {
+        let mut after = After::NOTHING;
         let mut wanted = pages;
         while wanted > 0 && runs.len() < most_runs {
-            let Some(run) = self.runs.take_idle_run(wanted) else {
+            let Some(run) = self.runs.take_idle_run(wanted, which) else {
                 break;
             };
             wanted = wanted.saturating_sub(run.count());
+            after = after.join(self.runs.after(run));
             self.set_state(pages_of(run), PageState::Warm, PageState::Busy);
             self.leaving += run.count();
             runs.push(run);
         }
+        after
     }
 
     /// The runs of a [`begin_unmap`](Self::begin_unmap) have no memory any more.
@@ -297,13 +326,42 @@ impl PageTable {
         for &run in runs {
             self.leaving -= run.count();
             if in_doubt(run, uncertain) {
+                let after = self.runs.after(run);
                 self.runs.remove(run);
-                self.quarantine(run);
+                self.quarantine(run, after);
             } else {
                 self.set_state(pages_of(run), PageState::Busy, PageState::Warm);
                 self.runs.restore(run);
             }
         }
+    }
+
+    /// Ends a doubt that is settled: the run has no memory. Answers how many pages that are: none if
+    /// the doubt has ended already, even if there is another about the same run by now.
+    pub(crate) fn lift_cold(&mut self, doubt: Doubt) -> u32 {
+        if !self.settle(doubt) {
+            return 0;
+        }
+        let pages = pages_of(doubt.run);
+        self.set_state(pages.clone(), PageState::Quarantined, PageState::Withheld);
+        self.withheld.insert(pages);
+        self.keep_to_limit();
+        doubt.run.count()
+    }
+
+    /// The same of a run that has memory everywhere: it is warm.
+    pub(crate) fn lift_warm(&mut self, doubt: Doubt) -> u32 {
+        if !self.settle(doubt) {
+            return 0;
+        }
+        self.set_state(pages_of(doubt.run), PageState::Quarantined, PageState::Warm);
+        self.runs.insert(doubt.run, true, doubt.after);
+        doubt.run.count()
+    }
+
+    /// This epoch and all before it have ended, on every rank. Is that news?
+    pub(crate) fn retire(&mut self, epoch: Epoch) -> bool {
+        self.runs.retire(epoch)
     }
 
     /// Lets at most `pages` pages be backed. Cold pages above it are withheld at once, the highest
@@ -337,9 +395,22 @@ impl PageTable {
         self.state(page) == Some(PageState::Used)
     }
 
-    fn quarantine(&mut self, run: PageRun) {
+    fn quarantine(&mut self, run: PageRun, after: After) {
         self.set_state(pages_of(run), PageState::Busy, PageState::Quarantined);
-        self.quarantined.push(run);
+        self.doubts += 1;
+        let number = self.doubts;
+        let doubt = Doubt { run, after, number };
+        self.quarantined.insert(run.first(), doubt);
+    }
+
+    /// Forgets a doubt, if it is still there.
+    fn settle(&mut self, doubt: Doubt) -> bool {
+        let first = doubt.run.first();
+        let there = self.quarantined.get(&first) == Some(&doubt);
+        if there {
+            self.quarantined.remove(&first);
+        }
+        there
     }
 
     fn set_state(&mut self, pages: Range<u32>, from: PageState, to: PageState) {

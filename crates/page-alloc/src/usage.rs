@@ -37,8 +37,12 @@ pub struct PageUsage {
     pub map_full_total: u64,
     /// Calls that failed to map otherwise.
     pub map_failed_total: u64,
-    /// Calls that failed to unmap.
+    /// Calls that failed to unmap, other than because work was in flight.
     pub unmap_failed_total: u64,
+    /// Quarantined pages that a repair has brought back since the start.
+    pub repaired_total: u64,
+    /// Repairs since the start that found that some rank had lost what its pages held.
+    pub contents_lost_total: u64,
     /// The limit in force.
     pub limit: Limit,
     /// [`LimitStatus::Applied`] or [`LimitStatus::Deferred`].

@@ -1,0 +1,151 @@
+//! What is in doubt, and how it ends: the fence, the quarantine, and the losses.
+
+use kvcached_mapper::{Health, MapError, PageRun, Rank, Reconciled, Stage, Suspect};
+
+use super::unmap::Insist;
+use super::{Books, PageAllocator};
+use crate::PageState;
+use crate::sync::Ordering;
+use crate::table::Doubt;
+
+/// What one [`PageAllocator::repair`] did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Repaired {
+    /// Pages that are cold or withheld now and were quarantined.
+    pub cold: u32,
+    /// Pages that are warm now and were quarantined.
+    pub warm: u32,
+    /// Ranks that had lost memory they should have had, and have it again, empty. What any page of
+    /// the pool holds is not to be read any more.
+    pub lost: Vec<(Stage, Rank)>,
+    /// What is the case now.
+    pub health: Health,
+}
+
+impl PageAllocator {
+    /// Has the mapper mend what is in doubt, and takes pages whose state is known again out of
+    /// quarantine. One attempt, which may wait for other processes: who wants more calls again, best
+    /// from a thread of its own.
+    ///
+    /// # Errors
+    /// The first place that could not be mended. Nothing was taken out of quarantine; the fence is
+    /// as the mapper says by now.
+    pub fn repair(&self) -> Result<Repaired, MapError> {
+        let doubts: Vec<Doubt> = self.with_books(|books| books.table.quarantined().collect());
+        let runs: Vec<PageRun> = doubts.iter().map(|doubt| doubt.run).collect();
+        let result = self.mapper.reconcile(&runs);
+        if let Ok(Reconciled { lost, .. }) = &result
+            && !lost.is_empty()
+        {
+            // Before the fence may fall, and under the lock, so that who is handed pages again can
+            // know.
+            self.with_books(|_| self.contents_lost.fetch_add(1, Ordering::Relaxed));
+        }
+        let health = self.look();
+        let Reconciled { cold, mapped, lost } = result?;
+        let found = |run: &PageRun| {
+            let index = doubts.binary_search_by_key(&run.first(), |doubt| doubt.run.first());
+            index
+                .ok()
+                .map(|index| doubts[index])
+                .filter(|doubt| doubt.run == *run)
+        };
+        let (cold, warm, in_doubt, excess) = self.with_books(|Books { table, totals, .. }| {
+            // Somebody else may have settled a doubt, and the same run may be in doubt again since.
+            let cold: u32 = cold
+                .iter()
+                .filter_map(found)
+                .map(|doubt| table.lift_cold(doubt))
+                .sum();
+            let warm: u32 = mapped
+                .iter()
+                .filter_map(found)
+                .map(|doubt| table.lift_warm(doubt))
+                .sum();
+            totals.repaired += u64::from(cold) + u64::from(warm);
+            (
+                cold,
+                warm,
+                table.count(PageState::Quarantined),
+                table.excess(),
+            )
+        });
+        if excess > 0 {
+            self.shrink_and_log(Insist::Once);
+        }
+        Ok(Repaired {
+            cold,
+            warm,
+            lost,
+            health: with_pages(health, in_doubt),
+        })
+    }
+
+    /// How far the pool can be relied on, by a fresh look at the mapper: its health, with the pages
+    /// that are quarantined here. A healthy mapper over quarantined pages is
+    /// [`Health::Degraded`] without a rank.
+    pub fn health(&self) -> Health {
+        let health = self.look();
+        let in_doubt = self.with_books(|books| books.table.count(PageState::Quarantined));
+        with_pages(health, in_doubt)
+    }
+
+    /// Was a rank fenced at the last look? Reads one flag, without a lock.
+    #[inline]
+    pub fn is_fenced(&self) -> bool {
+        self.fenced.load(Ordering::Relaxed)
+    }
+
+    /// The ranks that were fenced at the last look, and why; empty if none was.
+    pub fn fenced(&self) -> Vec<Suspect> {
+        self.with_books(|books| books.fence.clone().unwrap_or_default())
+    }
+
+    /// How many repairs so far found that some rank had lost what its pages held. Whoever reads
+    /// another number than before has to recompute what it kept in the pool. Reads one number,
+    /// without a lock.
+    #[inline]
+    pub fn contents_lost(&self) -> u64 {
+        self.contents_lost.load(Ordering::Relaxed)
+    }
+
+    /// Looks at the mapper's health, and raises or lowers the fence.
+    pub(super) fn look(&self) -> Health {
+        let mut looks = self.with_books(|books| books.looks);
+        loop {
+            let health = self.mapper.health();
+            let seen = self.with_books(|books| {
+                let mine = books.looks == looks;
+                if mine {
+                    books.looks += 1;
+                    books.fence = match &health {
+                        Health::Fenced { ranks, .. } => Some(ranks.clone()),
+                        Health::Healthy | Health::Degraded { .. } => None,
+                    };
+                    self.fenced.store(books.fence.is_some(), Ordering::Relaxed);
+                }
+                looks = books.looks;
+                mine
+            });
+            // Else another look, maybe a later one, was recorded meanwhile: an older answer must not
+            // undo it, so this one looks again.
+            if seen {
+                return health;
+            }
+        }
+    }
+}
+
+/// The mapper's health, with the pages that are quarantined here.
+fn with_pages(health: Health, pages: u32) -> Health {
+    match health {
+        Health::Healthy if pages == 0 => Health::Healthy,
+        Health::Healthy => Health::Degraded {
+            ranks: Vec::new(),
+            pages,
+        },
+        Health::Degraded { ranks, .. } => Health::Degraded { ranks, pages },
+        Health::Fenced { ranks, .. } => Health::Fenced { ranks, pages },
+    }
+}

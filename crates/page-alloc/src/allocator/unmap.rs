@@ -1,0 +1,102 @@
+//! Memory goes back: runs whose epoch has retired first, and only what is idle as a whole.
+
+use kvcached_mapper::{Cause, MapError, Suspect};
+
+use super::{Books, PageAllocator, STEP_RUNS, pages_in};
+use crate::runs::Idle;
+use crate::table::PageTable;
+
+/// Whether to ask the mapper for runs in flight again, which may wait for a while.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Insist {
+    /// Not if it refused, and no epoch has retired since.
+    Once,
+    Always,
+}
+
+/// What one call of the mapper took away.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Unmapped {
+    pub(super) pages: u32,
+    /// Another call would find more.
+    pub(super) more: bool,
+}
+
+impl PageAllocator {
+    /// Unmaps wholly idle runs of as many pages as `wanted` says, in one call. That work is in
+    /// flight is no failure: nothing was unmapped.
+    ///
+    /// # Errors
+    /// What the mapper answered otherwise; without a call, that a rank is fenced.
+    pub(super) fn unmap_step(
+        &self,
+        which: Idle,
+        wanted: impl Fn(&PageTable) -> u32,
+    ) -> Result<Unmapped, MapError> {
+        let mut runs = Vec::new();
+        let after = self.with_books(|Books { table, fence, .. }| match fence {
+            Some(ranks) => Err(diverged(ranks)),
+            None => Ok(table.begin_unmap(wanted(table), STEP_RUNS, which, &mut runs)),
+        })?;
+        if runs.is_empty() {
+            return Ok(Unmapped::default());
+        }
+        let result = self.mapper.unmap_after(&runs, after);
+        if result.is_err() {
+            self.look();
+        }
+        self.with_books(|books| match &result {
+            Ok(()) => {
+                books.table.finish_unmap(&runs);
+                books.totals.unmapped += pages_in(&runs);
+                // A rank may know by itself what has ended.
+                books.in_flight &= which == Idle::Retired;
+            }
+            Err(error) => {
+                books.table.fail_unmap(&runs, &error.uncertain);
+                match is_in_flight(error) {
+                    true => books.in_flight = true,
+                    false => books.totals.unmap_failed += 1,
+                }
+            }
+        });
+        match result {
+            Ok(()) => Ok(Unmapped {
+                pages: runs.iter().map(|run| run.count()).sum(),
+                more: runs.len() == STEP_RUNS,
+            }),
+            Err(error) if is_in_flight(&error) => Ok(Unmapped::default()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Unmaps wholly idle runs until the limit is kept or there are none. For callers whose own work
+    /// succeeded whatever becomes of it.
+    pub(super) fn shrink_and_log(&self, insist: Insist) {
+        if let Err(error) = self.shrink(insist)
+            && !self.is_fenced()
+        {
+            tracing::warn!(%error, "idle pages above the limit were not unmapped");
+        }
+    }
+
+    fn shrink(&self, insist: Insist) -> Result<(), MapError> {
+        while self.unmap_step(Idle::Retired, PageTable::excess)?.pages > 0 {}
+        let refused = self.with_books(|books| books.in_flight);
+        if insist == Insist::Always || !refused {
+            while self.unmap_step(Idle::InFlight, PageTable::excess)?.pages > 0 {}
+        }
+        Ok(())
+    }
+}
+
+/// Nothing is given back while a rank is fenced, and nobody is to think so.
+fn diverged(ranks: &[Suspect]) -> MapError {
+    let Suspect { stage, rank, .. } = *ranks.first().expect("a fence names its ranks");
+    MapError::clean(Cause::Diverged { stage, rank })
+}
+
+/// Is this the normal answer that work may still touch the memory, with nothing in doubt?
+const fn is_in_flight(error: &MapError) -> bool {
+    matches!(error.cause, Cause::InFlight { .. }) && error.uncertain.is_empty()
+}
