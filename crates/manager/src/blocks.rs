@@ -5,10 +5,10 @@
 
 use std::sync::Arc;
 
-use kvcached_mapper::{MapError, PageId};
+use kvcached_mapper::{After, Epoch, Health, MapError, PageId};
 use kvcached_page_alloc::{
     AllocError as PageAllocError, FullReason, Limit, LimitError, LimitStatus, PageAllocator,
-    PageState,
+    PageState, Repaired,
 };
 
 use crate::hold::Holds;
@@ -30,6 +30,11 @@ pub struct BlockManager {
     holds: Holds,
     /// Blocks that lie wholly on a page, the null block among them.
     whole: u32,
+    /// Joins all that blocks were ever freed after. A page may hold blocks of several epochs, and
+    /// goes when the last is freed, which need not be the one of the latest epoch. To remember it
+    /// by page would cost more than it spares: what all of it waits for is at most as late as the
+    /// latest block freed anywhere.
+    freed_after: After,
     /// Kept between calls for their memory.
     fetched: Vec<PageId>,
     release: Release,
@@ -54,6 +59,7 @@ impl BlockManager {
             blocks,
             holds,
             whole,
+            freed_after: After::NOTHING,
             fetched,
             release,
         })
@@ -77,8 +83,15 @@ impl BlockManager {
     ///
     /// # Errors
     /// No block is handed out, and `out` and all holds are as before. [`AllocError::Full`] is a
-    /// normal answer, [`AllocError::Broken`] is not.
+    /// normal answer, [`AllocError::Broken`] and [`AllocError::Fenced`] are not.
     pub fn alloc_into(&mut self, n: u32, out: &mut Vec<BlockId>) -> Result<(), AllocError> {
+        if self.pages.is_fenced() {
+            let ranks = self.pages.fenced();
+            // Else the fence has just fallen.
+            if !ranks.is_empty() {
+                return Err(AllocError::Fenced { ranks });
+            }
+        }
         self.fetched.clear();
         if n > self.blocks.free() {
             self.fetch(n)?;
@@ -95,17 +108,31 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Takes `blocks` back; pages that become empty go to the page allocator, in one call.
+    /// Takes `blocks` back; pages that become empty go to the page allocator, in one call. Their
+    /// memory goes no sooner than all that was launched so far has ended, as the device says.
+    ///
+    /// # Errors
+    /// See [`free_in`](Self::free_in).
+    pub fn free(&mut self, blocks: &[BlockId]) -> Result<(), FreeError> {
+        self.free_after(blocks, After::DEVICE)
+    }
+
+    /// The same, by an engine that counts what it launches: nothing launched after `epoch` touches
+    /// `blocks`, so their memory may go once that has retired on every rank.
+    ///
+    /// A page that becomes empty waits for the latest epoch that was ever named here, since it may
+    /// have had blocks of that; and for the device too, from the first [`free`](Self::free) or
+    /// [`clear`](Self::clear) on. So a pool is best freed in one way or the other.
     ///
     /// # Errors
     /// The first block that cannot be freed, and why; then none is, and nothing has changed.
-    pub fn free(&mut self, blocks: &[BlockId]) -> Result<(), FreeError> {
-        if self.holds.count() > 0
-            && let Some(&block) = blocks.iter().find(|&&block| self.holds.contains(block))
-        {
-            return Err(FreeError::Held { block });
-        }
-        self.give_back(blocks)
+    pub fn free_in(&mut self, blocks: &[BlockId], epoch: Epoch) -> Result<(), FreeError> {
+        self.free_after(blocks, After::epoch(epoch))
+    }
+
+    /// This epoch and all before it have ended on every rank; see [`PageAllocator::retire`].
+    pub fn retire(&mut self, epoch: Epoch) {
+        self.pages.retire(epoch);
     }
 
     /// Takes everything back that is handed out; answers how many blocks. Holds stay, being
@@ -122,7 +149,7 @@ impl BlockManager {
             .taken_blocks()
             .filter(|&block| block != NULL_BLOCK && !self.holds.contains(block))
             .collect();
-        self.give_back(&handed_out)?;
+        self.give_back(&handed_out, After::DEVICE)?;
         Ok(before - self.blocks.taken())
     }
 
@@ -153,7 +180,8 @@ impl BlockManager {
         // Detached first: as long as they are listed here, they are not free to be given back.
         let mut blocks = self.holds.close(hold)?;
         let released = blocks.len();
-        if let Err(error) = self.give_back(blocks.make_contiguous()) {
+        // Nobody was told their numbers, so nothing was launched that touches them.
+        if let Err(error) = self.give_back(blocks.make_contiguous(), After::NOTHING) {
             self.holds.reopen(hold, blocks);
             return Err(error.into());
         }
@@ -174,11 +202,14 @@ impl BlockManager {
     /// The most that [`alloc`](Self::alloc) can give now, if the device has the memory: free
     /// blocks on pages in use, and those of the pages that the page allocator could give.
     ///
-    /// Exact, with one exception: of pages that hold different numbers of blocks while a limit, or
+    /// None while a rank is fenced. Exact otherwise, with one exception: of pages that hold different numbers of blocks while a limit, or
     /// a failure, keeps some of them back, it takes the larger ones to be available. Asks neither
     /// driver nor lock.
     #[must_use]
     pub fn available(&self) -> u32 {
+        if self.pages.is_fenced() {
+            return 0;
+        }
         let most = u64::from(self.blocks.space().max_blocks_per_page());
         let on_new_pages = u64::from(self.pages.available()) * most;
         // Fits, being at most what is beside it.
@@ -242,6 +273,28 @@ impl BlockManager {
         self.pages.trim()
     }
 
+    /// How far the pool can be relied on; see [`PageAllocator::health`].
+    #[must_use]
+    pub fn health(&self) -> Health {
+        self.pages.health()
+    }
+
+    /// Mends what is in doubt, in one attempt; see [`PageAllocator::repair`]. Waits for other
+    /// processes, so it is better done beside the engine, on the page allocator itself.
+    ///
+    /// # Errors
+    /// The first place that could not be mended.
+    pub fn repair(&mut self) -> Result<Repaired, MapError> {
+        self.pages.repair()
+    }
+
+    /// How many repairs so far found that some rank had lost what its pages held; see
+    /// [`PageAllocator::contents_lost`].
+    #[must_use]
+    pub fn contents_lost(&self) -> u64 {
+        self.pages.contents_lost()
+    }
+
     /// Blocks and pages at this moment.
     #[must_use]
     pub fn usage(&self) -> PoolUsage {
@@ -277,8 +330,9 @@ impl BlockManager {
         }
         let Err(error) = answer else { return Ok(()) };
         if !self.fetched.is_empty() {
+            // Nobody has seen them, so nothing can touch them.
             self.pages
-                .free(&self.fetched)
+                .free_after(&self.fetched, After::NOTHING)
                 .expect("pages taken a moment ago are in use");
         }
         match error {
@@ -288,20 +342,32 @@ impl BlockManager {
                 reason,
             }),
             PageAllocError::Broken(error) => Err(AllocError::Broken(error)),
+            PageAllocError::Fenced { ranks } => Err(AllocError::Fenced { ranks }),
             other => unreachable!("only the null block's page is asked for by name: {other}"),
         }
     }
 
-    fn give_back(&mut self, blocks: &[BlockId]) -> Result<(), FreeError> {
+    fn free_after(&mut self, blocks: &[BlockId], after: After) -> Result<(), FreeError> {
+        if self.holds.count() > 0
+            && let Some(&block) = blocks.iter().find(|&&block| self.holds.contains(block))
+        {
+            return Err(FreeError::Held { block });
+        }
+        self.give_back(blocks, after)
+    }
+
+    fn give_back(&mut self, blocks: &[BlockId], after: After) -> Result<(), FreeError> {
         if let Err(position) = self.blocks.begin_release(blocks, &mut self.release) {
             return Err(self.refusal(blocks, position));
         }
+        let freed_after = self.freed_after.join(after);
         if !self.release.emptied.is_empty()
-            && let Err(error) = self.pages.free(&self.release.emptied)
+            && let Err(error) = self.pages.free_after(&self.release.emptied, freed_after)
         {
             self.blocks.undo(blocks, &self.release);
             return Err(error.into());
         }
+        self.freed_after = freed_after;
         self.blocks.finish(&self.release);
         Ok(())
     }

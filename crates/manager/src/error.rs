@@ -1,6 +1,6 @@
 //! What a block manager answers instead of doing what was asked, one small enum per operation.
 
-use kvcached_mapper::{MapError, PageId};
+use kvcached_mapper::{MapError, PageId, Suspect};
 use kvcached_page_alloc::FullReason;
 use thiserror::Error;
 
@@ -25,6 +25,13 @@ pub enum AllocError {
     /// before asking again makes sense.
     #[error("the pool cannot grow")]
     Broken(#[from] MapError),
+    /// Of some ranks it is not known what they have: no block is handed out, not even of pages in
+    /// use, until a [`repair`](crate::BlockManager::repair) has mended them.
+    #[error("no block is handed out until every rank is known again{}", describe_all(.ranks))]
+    Fenced {
+        /// These ranks, and why.
+        ranks: Vec<Suspect>,
+    },
 }
 
 /// Why no block was taken back. Nothing changed.
@@ -92,4 +99,8 @@ pub enum NewError {
     /// The page of the null block cannot be had.
     #[error("no null block")]
     NullBlock(#[from] kvcached_page_alloc::AllocError),
+}
+
+fn describe_all(ranks: &[Suspect]) -> String {
+    ranks.iter().map(|suspect| format!("; {suspect}")).collect()
 }

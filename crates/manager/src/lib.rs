@@ -92,7 +92,7 @@ use std::fmt;
 pub use blocks::BlockManager;
 pub use error::{AllocError, FreeError, NewError};
 pub use hold::{HoldError, HoldId};
-pub use kvcached_page_alloc::{FullReason, Limit, LimitError, LimitStatus, PageUsage};
+pub use kvcached_page_alloc::{FullReason, Limit, LimitError, LimitStatus, PageUsage, Repaired};
 pub use space::{BlockSpace, SpaceError};
 pub use usage::{PageOccupancy, PoolUsage};
 
