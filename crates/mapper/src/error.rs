@@ -184,7 +184,8 @@ pub struct Reconciled {
 /// What [`RankMapper::resync`](crate::RankMapper::resync) did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resynced {
-    /// Wanted runs that were not there, and are now, empty.
+    /// Wanted runs that were not there, and are now, empty; those that an attempt which failed had
+    /// made already among them. Each is told once.
     pub remade: Vec<PageRun>,
     /// Runs that are neither mapped nor cold, for all that was tried.
     pub in_doubt: Vec<PageRun>,

@@ -134,7 +134,7 @@ impl<D: Driver> LocalMapper<D> {
         Ok(steps)
     }
 
-    /// Backs `runs`, which may be mapped.
+    /// Backs `runs`, which may be mapped; that they are is the caller's to record.
     fn back(&self, pool: &mut Pool<D>, runs: &[PageRun]) -> Result<(), MapError> {
         let steps = self.create_chunks(runs)?;
         for (index, step) in steps.iter().enumerate() {
@@ -151,7 +151,6 @@ impl<D: Driver> LocalMapper<D> {
                 return Err(pool.failed(failed.cause, uncertain));
             }
         }
-        pool.record.insert_all(runs);
         Ok(())
     }
 
@@ -185,7 +184,9 @@ impl<D: Driver> Mapper for LocalMapper<D> {
     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
         let mut pool = self.pool();
         pool.record.check_map(runs)?;
-        self.back(&mut pool, runs)
+        self.back(&mut pool, runs)?;
+        pool.record.insert_all(runs);
+        Ok(())
     }
 
     fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
@@ -246,10 +247,7 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
         let mut pool = self.pool();
         pool.record.check_unmap(runs)?;
         let taken = pool.take_away(self.extents(runs))?;
-        for &run in runs {
-            pool.record.mapped.remove(run);
-            pool.record.prepared.insert(run);
-        }
+        pool.record.prepare_all(runs);
         for step in taken {
             pool.prepared.entry(step.run).or_default().push(step);
         }
@@ -309,12 +307,13 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
             }
         }
         // One by one: what memory there is serves as many runs as it can, and the next attempt
-        // needs the less.
-        for &run in &missing {
+        // needs the less, but tells of these too.
+        for run in missing {
             self.back(&mut pool, &[run])?;
+            pool.record.remake(run);
         }
         Ok(Resynced {
-            remade: missing,
+            remade: pool.record.take_remade(),
             in_doubt: in_doubt.into_iter().collect(),
         })
     }
@@ -355,7 +354,7 @@ impl<D: Driver> Pool<D> {
     fn forget_prepared(&mut self, run: PageRun) -> Vec<Step<D>> {
         let steps = self.prepared.remove(&run);
         if steps.is_some() {
-            self.record.prepared.remove(run);
+            self.record.commit(run);
         }
         steps.unwrap_or_default()
     }
@@ -371,8 +370,7 @@ impl<D: Driver> Pool<D> {
                 return Err(failed.cause);
             }
         }
-        self.record.prepared.remove(run);
-        self.record.mapped.insert(run);
+        self.record.restore(run);
         Ok(())
     }
 

@@ -11,7 +11,8 @@ pub(crate) struct RunSet {
     by_first: BTreeMap<PageId, PageRun>,
 }
 
-/// The record of one pool: runs mapped, runs in doubt.
+/// The record of one pool: runs mapped, runs in doubt. A page is in one of the sets at most; if in
+/// none, it is cold.
 #[derive(Debug)]
 pub(crate) struct Record {
     pages: u32,
@@ -20,6 +21,8 @@ pub(crate) struct Record {
     pub(crate) prepared: RunSet,
     /// Runs whose state a failure left unknown. Nothing is done to them any more.
     pub(crate) in_doubt: RunSet,
+    /// Mapped runs that a resync made, empty, and did not come to tell of because it failed later.
+    remade: RunSet,
 }
 
 impl RunSet {
@@ -61,7 +64,21 @@ impl Record {
             mapped: RunSet::default(),
             prepared: RunSet::default(),
             in_doubt: RunSet::default(),
+            remade: RunSet::default(),
         }
+    }
+
+    /// Pages of the pool.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) const fn pages(&self) -> u32 {
+        self.pages
+    }
+
+    /// Those of `runs` that are prepared, each once.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn prepared_of(&self, runs: &[PageRun]) -> Vec<PageRun> {
+        let prepared = self.prepared.iter();
+        prepared.filter(|run| runs.contains(run)).collect()
     }
 
     /// Are all of `runs` free to be mapped?
@@ -94,8 +111,29 @@ impl Record {
         runs.iter().for_each(|&run| self.mapped.insert(run));
     }
 
+    /// Mapped runs are no longer: they are cold.
     pub(crate) fn remove_all(&mut self, runs: &[PageRun]) {
-        runs.iter().for_each(|&run| self.mapped.remove(run));
+        runs.iter().for_each(|&run| self.remove(run));
+    }
+
+    /// Mapped runs are between the two halves of an unmap now.
+    pub(crate) fn prepare_all(&mut self, runs: &[PageRun]) {
+        for &run in runs {
+            self.mapped.remove(run);
+            self.prepared.insert(run);
+        }
+    }
+
+    /// A prepared run is mapped again.
+    pub(crate) fn restore(&mut self, run: PageRun) {
+        self.prepared.remove(run);
+        self.mapped.insert(run);
+    }
+
+    /// A prepared run is cold.
+    pub(crate) fn commit(&mut self, run: PageRun) {
+        self.prepared.remove(run);
+        self.forget_remade(run);
     }
 
     /// Nobody knows any more whether `run` is mapped.
@@ -105,7 +143,30 @@ impl Record {
                 known.remove(run);
             }
         }
+        self.forget_remade(run);
         self.in_doubt.insert(run);
+    }
+
+    /// A cold run was mapped for a resync.
+    pub(crate) fn remake(&mut self, run: PageRun) {
+        self.mapped.insert(run);
+        self.remade.insert(run);
+    }
+
+    /// The runs that were made and not told of yet. They count as told.
+    pub(crate) fn take_remade(&mut self) -> Vec<PageRun> {
+        std::mem::take(&mut self.remade).iter().collect()
+    }
+
+    fn remove(&mut self, run: PageRun) {
+        self.mapped.remove(run);
+        self.forget_remade(run);
+    }
+
+    fn forget_remade(&mut self, run: PageRun) {
+        if self.remade.contains(run) {
+            self.remade.remove(run);
+        }
     }
 
     /// Are `runs` a set that could be mapped in an empty pool?
@@ -113,13 +174,19 @@ impl Record {
         Self::new(self.pages).check_map(runs)
     }
 
-    /// What is true of `doubtful` runs by now: those that are nowhere, and those that are mapped.
+    /// What is true of `doubtful` runs by now: those that are nowhere, and those that are mapped. A
+    /// run that is neither as a whole is left out.
     pub(crate) fn tell_apart(&self, doubtful: &[PageRun]) -> (Vec<PageRun>, Vec<PageRun>) {
-        let known = |run: &&PageRun| self.in_doubt.overlapping(**run).is_none();
-        doubtful
-            .iter()
-            .filter(known)
-            .partition(|&&run| !self.mapped.contains(run))
+        let is_cold = |run: &PageRun| {
+            let sets = [&self.mapped, &self.prepared, &self.in_doubt];
+            sets.iter().all(|set| set.overlapping(*run).is_none())
+        };
+        let is_mapped = |run: &PageRun| self.mapped.contains(*run);
+        let runs = || doubtful.iter().copied();
+        (
+            runs().filter(is_cold).collect(),
+            runs().filter(is_mapped).collect(),
+        )
     }
 
     fn check(

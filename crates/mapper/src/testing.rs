@@ -30,10 +30,11 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-pub use contract::contract;
+pub use contract::{contract, rank_contract};
 
 use crate::{
-    After, Cause, Health, MapError, Mapper, PageRun, Rank, Readiness, Reconciled, Stage,
+    After, Cause, Health, MapError, Mapper, PageId, PageRun, Rank, RankMapper, Readiness,
+    Reconciled, Resynced, Stage,
     runs::{Record, RunSet},
 };
 
@@ -42,8 +43,12 @@ use crate::{
 pub enum Call {
     /// [`Mapper::map`].
     Map,
-    /// [`Mapper::unmap`].
+    /// [`Mapper::unmap_after`] and [`RankMapper::prepare_unmap`].
     Unmap,
+    /// [`RankMapper::abort_unmap`].
+    Abort,
+    /// [`RankMapper::resync`].
+    Resync,
 }
 
 /// How often each method was called, refused calls included.
@@ -51,8 +56,14 @@ pub enum Call {
 pub struct Calls {
     /// Calls of [`Mapper::map`].
     pub map: u64,
-    /// Calls of [`Mapper::unmap`].
+    /// Calls of [`Mapper::unmap_after`] and [`RankMapper::prepare_unmap`].
     pub unmap: u64,
+    /// Calls of [`RankMapper::commit_unmap`].
+    pub commit: u64,
+    /// Calls of [`RankMapper::abort_unmap`].
+    pub abort: u64,
+    /// Calls of [`RankMapper::resync`].
+    pub resync: u64,
     /// Calls of [`Mapper::headroom`].
     pub headroom: u64,
     /// Calls of [`Mapper::ready`].
@@ -61,7 +72,7 @@ pub struct Calls {
     pub reconcile: u64,
     /// Runs that [`Mapper::map`] backed.
     pub runs_mapped: u64,
-    /// Runs that [`Mapper::unmap`] took away.
+    /// Runs that [`Mapper::unmap_after`] or [`RankMapper::commit_unmap`] took away.
     pub runs_unmapped: u64,
 }
 
@@ -150,7 +161,8 @@ impl RecordingMapper {
         self.state().lost.push((stage, rank));
     }
 
-    /// What the last call of [`Mapper::unmap_after`] was told to wait for.
+    /// What the last call of [`Mapper::unmap_after`] or [`RankMapper::prepare_unmap`] was told to
+    /// wait for.
     #[must_use]
     pub fn last_after(&self) -> Option<After> {
         self.state().last_after
@@ -173,9 +185,10 @@ impl RecordingMapper {
         self.state().faults.clear();
     }
 
-    /// Runs `before` in every call of [`Mapper::map`] and [`Mapper::unmap`] that met its duties,
-    /// while its pages are under way and with no lock of this mapper held: to look at the subject
-    /// from inside a call, to wait there for another thread, or to fail by a rule of one's own.
+    /// Runs `before` in every call of a kind listed at [`Call`] that met its duties, while its pages
+    /// are under way (for a resync, all pages) and with no lock of this mapper held: to look at the
+    /// subject from inside a call, to wait there for another thread, or to fail by a rule of one's
+    /// own.
     pub fn set_before(
         &self,
         before: impl Fn(Call, &[PageRun]) -> Result<(), MapError> + Send + Sync + 'static,
@@ -193,6 +206,12 @@ impl RecordingMapper {
     #[must_use]
     pub fn mapped_pages(&self) -> u32 {
         self.state().record.mapped.pages()
+    }
+
+    /// Runs that were prepared, and neither committed nor aborted, in order.
+    #[must_use]
+    pub fn prepared(&self) -> Vec<PageRun> {
+        self.state().record.prepared.iter().collect()
     }
 
     /// Runs whose state a fault left unknown.
@@ -219,25 +238,62 @@ impl RecordingMapper {
             .expect("nothing panics while the record is locked")
     }
 
-    fn call(&self, call: Call, runs: &[PageRun]) -> Result<(), MapError> {
-        let before = self.state().begin(call, runs)?;
+    /// Lets `act` do what was asked, once the caller's duties are checked, unless `before` or the
+    /// script say otherwise.
+    fn call<T>(
+        &self,
+        call: Call,
+        runs: &[PageRun],
+        act: impl FnOnce(&mut State) -> Result<T, MapError>,
+    ) -> Result<T, MapError> {
+        let (about, before) = self.state().begin(call, runs)?;
         let allowed = before.map_or(Ok(()), |before| before(call, runs));
-        self.state().end(call, runs, allowed)
+
+        let mut state = self.state();
+        about.iter().for_each(|&run| state.under_way.remove(run));
+        let scripted = state.next_fault(call);
+        let outcome = match allowed.and(scripted) {
+            Ok(()) => act(&mut state),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = &outcome {
+            let named = error.uncertain.iter().filter(|run| runs.contains(run));
+            named.for_each(|&run| state.record.doubt(run));
+        }
+        outcome
     }
 }
 
 impl State {
-    /// Checks the caller's duties and notes that `runs` are under way.
-    fn begin(&mut self, call: Call, runs: &[PageRun]) -> Result<Option<Before>, MapError> {
-        let (name, met) = match call {
-            Call::Map => ("map", self.record.check_map(runs)),
-            Call::Unmap => ("unmap", self.record.check_unmap(runs)),
+    /// Checks the caller's duties and notes the runs that are under way from now on.
+    fn begin(
+        &mut self,
+        call: Call,
+        runs: &[PageRun],
+    ) -> Result<(Vec<PageRun>, Option<Before>), MapError> {
+        let (name, count, met) = match call {
+            Call::Map => ("map", &mut self.calls.map, self.record.check_map(runs)),
+            Call::Unmap => (
+                "unmap",
+                &mut self.calls.unmap,
+                self.record.check_unmap(runs),
+            ),
+            Call::Abort => ("abort", &mut self.calls.abort, Ok(())),
+            Call::Resync => (
+                "resync",
+                &mut self.calls.resync,
+                self.record.check_set(runs),
+            ),
         };
-        match call {
-            Call::Map => self.calls.map += 1,
-            Call::Unmap => self.calls.unmap += 1,
-        }
-        let held = runs
+        *count += 1;
+        let about = match call {
+            Call::Resync => PageRun::new(PageId(0), self.record.pages())
+                .into_iter()
+                .collect(),
+            Call::Abort => self.record.prepared_of(runs),
+            Call::Map | Call::Unmap => runs.to_vec(),
+        };
+        let held = about
             .iter()
             .find(|&&run| self.under_way.overlapping(run).is_some());
         let met = match held {
@@ -250,8 +306,8 @@ impl State {
         };
         match met {
             Ok(()) => {
-                runs.iter().for_each(|&run| self.under_way.insert(run));
-                Ok(self.before.clone())
+                about.iter().for_each(|&run| self.under_way.insert(run));
+                Ok((about, self.before.clone()))
             }
             Err(error) => {
                 self.violations.push(error.cause.clone());
@@ -260,34 +316,43 @@ impl State {
         }
     }
 
-    /// Does what was asked, unless `allowed` or a fault of the script say otherwise.
-    fn end(
-        &mut self,
-        call: Call,
-        runs: &[PageRun],
-        allowed: Result<(), MapError>,
-    ) -> Result<(), MapError> {
-        runs.iter().for_each(|&run| self.under_way.remove(run));
-        let scripted = self.next_fault(call);
-        let outcome = allowed.and(scripted).and_then(|()| match call {
-            Call::Map => self.take_memory(runs),
-            Call::Unmap => Ok(()),
-        });
-        match &outcome {
-            Err(error) => {
-                let named = error.uncertain.iter().filter(|run| runs.contains(run));
-                named.for_each(|&run| self.record.doubt(run));
-            }
-            Ok(()) if call == Call::Map => {
-                self.record.insert_all(runs);
-                self.calls.runs_mapped += runs.len() as u64;
-            }
-            Ok(()) => {
-                self.record.remove_all(runs);
-                self.calls.runs_unmapped += runs.len() as u64;
+    fn map(&mut self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.take_memory(runs)?;
+        self.record.insert_all(runs);
+        self.calls.runs_mapped += runs.len() as u64;
+        Ok(())
+    }
+
+    fn commit(&mut self, runs: &[PageRun]) {
+        for run in self.record.prepared_of(runs) {
+            self.record.commit(run);
+            self.calls.runs_unmapped += 1;
+        }
+    }
+
+    fn resync(&mut self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        self.record.in_doubt = RunSet::default();
+        let prepared: Vec<PageRun> = self.record.prepared.iter().collect();
+        for run in prepared {
+            if wanted.contains(&run) {
+                self.record.restore(run);
+            } else {
+                self.record.commit(run);
             }
         }
-        outcome
+        let mapped = self.record.mapped.iter();
+        let extra: Vec<PageRun> = mapped.filter(|run| !wanted.contains(run)).collect();
+        self.record.remove_all(&extra);
+        for &run in wanted {
+            if !self.record.mapped.contains(run) {
+                self.take_memory(&[run])?;
+                self.record.remake(run);
+            }
+        }
+        Ok(Resynced {
+            remade: self.record.take_remade(),
+            in_doubt: Vec::new(),
+        })
     }
 
     /// The fault that is due for this call, if any; every other comes one call nearer.
@@ -303,7 +368,7 @@ impl State {
         due.map_or(Ok(()), Err)
     }
 
-    /// Runs in doubt count as memory in use: that is the worst they can be.
+    /// Prepared runs are memory in use, and those in doubt too: that is the worst they can be.
     fn take_memory(&self, runs: &[PageRun]) -> Result<(), MapError> {
         let Some(memory_pages) = self.memory_pages else {
             return Ok(());
@@ -316,18 +381,27 @@ impl State {
     }
 
     fn used_pages(&self) -> u32 {
-        self.record.mapped.pages() + self.record.in_doubt.pages()
+        let sets = [
+            &self.record.mapped,
+            &self.record.prepared,
+            &self.record.in_doubt,
+        ];
+        sets.iter().map(|set| set.pages()).sum()
     }
 }
 
 impl Mapper for RecordingMapper {
     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
-        self.call(Call::Map, runs)
+        self.call(Call::Map, runs, |state| state.map(runs))
     }
 
     fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
         self.state().last_after = Some(after);
-        self.call(Call::Unmap, runs)
+        self.call(Call::Unmap, runs, |state| {
+            state.record.remove_all(runs);
+            state.calls.runs_unmapped += runs.len() as u64;
+            Ok(())
+        })
     }
 
     fn headroom(&self) -> Option<u32> {
@@ -361,6 +435,40 @@ impl Mapper for RecordingMapper {
             mapped,
             lost: std::mem::take(&mut state.lost),
         })
+    }
+}
+
+impl RankMapper for RecordingMapper {
+    fn prepare_unmap(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.state().last_after = Some(after);
+        self.call(Call::Unmap, runs, |state| {
+            state.record.prepare_all(runs);
+            Ok(())
+        })
+    }
+
+    fn commit_unmap(&self, runs: &[PageRun]) {
+        let mut state = self.state();
+        state.calls.commit += 1;
+        state.commit(runs);
+    }
+
+    fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        let outcome = self.call(Call::Abort, runs, |_| Ok(()));
+        let mut state = self.state();
+        // Also after a fault: all are mapped again but those it named, which are in doubt.
+        for run in state.record.prepared_of(runs) {
+            state.record.restore(run);
+        }
+        outcome
+    }
+
+    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        self.call(Call::Resync, wanted, |state| state.resync(wanted))
+    }
+
+    fn mapped(&self) -> Vec<PageRun> {
+        Self::mapped(self)
     }
 }
 

@@ -7,7 +7,10 @@ mod faults;
 use kvcached_vmm::{Access, Call, Host, HostConfig, Mock, MockConfig};
 
 use super::*;
-use crate::{Cause, KvBuffers, Layout, PageId, PageSize, PoolSpec, testing::contract};
+use crate::{
+    Cause, KvBuffers, Layout, PageId, PageSize, PoolSpec,
+    testing::{contract, rank_contract},
+};
 
 /// Granularity of the devices under test.
 const G: u64 = 64 << 10;
@@ -100,11 +103,14 @@ fn it_passes_the_contract_in_every_layout_with_both_choices_for_cold_pages() {
             let mock = mock(1 << 30);
             let mapper = local(&mock, &geometry, cold);
             contract(&mapper, 9);
+            rank_contract(&mapper, 9);
             assert_eq!((mapper.mapped(), mapper.in_doubt()), (vec![], vec![]));
             drop(mapper);
             assert_nothing_left(&mock);
 
-            contract(&local(&host(1 << 30), &geometry, cold), 9);
+            let mapper = local(&host(1 << 30), &geometry, cold);
+            contract(&mapper, 9);
+            rank_contract(&mapper, 9);
         }
     }
 }

@@ -25,6 +25,13 @@ fn it_passes_the_contract_and_notices_each_mistake_in_it() {
 }
 
 #[test]
+fn it_passes_the_contract_of_a_rank() {
+    let mapper = RecordingMapper::new(9);
+    rank_contract(&mapper, 9);
+    assert_eq!((mapper.mapped(), mapper.prepared()), (vec![], vec![]));
+}
+
+#[test]
 fn faults_come_when_they_are_due_and_change_nothing() {
     let mapper = RecordingMapper::new(8);
     mapper.fail(Call::Map, 1, full());
@@ -66,6 +73,72 @@ fn what_a_fault_names_uncertain_is_neither_mapped_nor_cold() {
     mapper.map(&[run(1, 1)]).unwrap_err();
     mapper.unmap(&[run(1, 1)]).unwrap_err();
     assert_eq!(mapper.violations().len(), 2);
+}
+
+#[test]
+fn each_call_of_a_rank_fails_on_the_script() {
+    let mapper = RecordingMapper::new(8);
+    let (one, two) = (run(0, 1), run(1, 1));
+    let naming = |runs: &[PageRun]| MapError {
+        uncertain: runs.to_vec(),
+        ..full()
+    };
+    mapper.map(&[one, two]).unwrap();
+
+    mapper.fail(Call::Unmap, 0, full());
+    mapper
+        .prepare_unmap(&[one, two], After::epoch(crate::Epoch(3)))
+        .unwrap_err();
+    assert_eq!(mapper.last_after(), Some(After::epoch(crate::Epoch(3))));
+    assert_eq!(mapper.mapped(), [one, two], "refused whole");
+
+    mapper.prepare_unmap(&[one, two], After::NOTHING).unwrap();
+    assert_eq!(mapper.prepared(), [one, two]);
+    mapper.fail(Call::Abort, 0, naming(&[two]));
+    mapper.abort_unmap(&[one, two]).unwrap_err();
+    assert_eq!(
+        (mapper.mapped(), mapper.prepared(), mapper.in_doubt()),
+        (vec![one], vec![], vec![two]),
+        "all are restored but those that the answer names"
+    );
+
+    mapper.fail(Call::Resync, 0, full());
+    mapper.resync(&[two]).unwrap_err();
+    assert_eq!((mapper.mapped(), mapper.in_doubt()), (vec![one], vec![two]));
+    mapper.resync(&[two]).unwrap();
+    assert_eq!((mapper.mapped(), mapper.in_doubt()), (vec![two], vec![]));
+    assert_eq!(mapper.violations(), []);
+    let calls = mapper.calls();
+    assert_eq!((calls.unmap, calls.abort, calls.resync), (2, 1, 2));
+}
+
+#[test]
+fn what_a_failed_resync_remade_is_told_by_the_next() {
+    let mapper = RecordingMapper::new(8);
+    mapper.set_memory_pages(Some(3));
+    assert!(
+        mapper
+            .resync(&[run(0, 2), run(4, 2)])
+            .unwrap_err()
+            .is_full()
+    );
+    assert_eq!(mapper.mapped(), [run(0, 2)]);
+    mapper.set_memory_pages(None);
+    let told = mapper.resync(&[run(0, 2), run(4, 2)]).unwrap();
+    assert_eq!(told.remade, [run(0, 2), run(4, 2)]);
+    assert_eq!(mapper.resync(&[run(0, 2)]).unwrap().remade, []);
+}
+
+#[test]
+fn a_prepared_run_is_memory_in_use() {
+    let mapper = RecordingMapper::new(8);
+    mapper.set_memory_pages(Some(2));
+    mapper.map(&[run(0, 2)]).unwrap();
+    mapper.prepare_unmap(&[run(0, 2)], After::NOTHING).unwrap();
+    assert!(mapper.map(&[run(4, 1)]).unwrap_err().is_full());
+    mapper.commit_unmap(&[run(0, 2)]);
+    mapper.map(&[run(4, 1)]).unwrap();
+    assert_eq!(mapper.calls().runs_unmapped, 1);
 }
 
 #[test]
