@@ -1,8 +1,11 @@
 //! The local mapper over a driver that checks every duty, one situation at a time. Random
-//! situations are in `faults` (the books) and `content` (the bytes).
+//! situations are in `faults` and `rank` (the books) and in `content` and `rank_content` (the bytes).
 
 mod content;
+mod epochs;
 mod faults;
+mod rank;
+mod rank_content;
 
 use kvcached_vmm::{Access, Call, Host, HostConfig, Mock, MockConfig};
 

@@ -12,14 +12,14 @@ const PAGES: u32 = 6;
 
 /// The host, with calls that fail on demand.
 #[derive(Debug)]
-struct Flaky {
+pub(super) struct Flaky {
     host: Host,
     /// Calls of a kind that still go well before one fails.
     faults: Mutex<Vec<(Call, u32)>>,
 }
 
 impl Flaky {
-    fn new() -> Arc<Self> {
+    pub(super) fn new() -> Arc<Self> {
         let config = HostConfig {
             granularity: G,
             ..HostConfig::new(1 << 30)
@@ -31,7 +31,7 @@ impl Flaky {
         })
     }
 
-    fn script(&self, faults: Vec<(Call, u32)>) {
+    pub(super) fn script(&self, faults: Vec<(Call, u32)>) {
         *self.faults.lock().expect("no panic") = faults;
     }
 
@@ -109,7 +109,7 @@ impl Bytes for Flaky {
 }
 
 /// First and last word of each piece of every block in `page`.
-fn words(geometry: &Geometry, page: PageId) -> Vec<Extent> {
+pub(super) fn words(geometry: &Geometry, page: PageId) -> Vec<Extent> {
     let pieces = geometry
         .blocks_in(page)
         .filter_map(|block| geometry.block_pieces(block));
@@ -124,7 +124,7 @@ fn words(geometry: &Geometry, page: PageId) -> Vec<Extent> {
     words.collect()
 }
 
-fn read_word<D: Bytes>(mapper: &LocalMapper<D>, at: Extent) -> Result<u64, VmmError> {
+pub(super) fn read_word<D: Bytes>(mapper: &LocalMapper<D>, at: Extent) -> Result<u64, VmmError> {
     let mut word = [0; 8];
     mapper
         .read(at, &mut word)
