@@ -49,8 +49,16 @@ pub struct Epochs {
 struct State {
     /// All of it, and all before, has ended.
     retired: Option<Epoch>,
-    /// Launched, in order, with what tells when it ends.
-    flying: VecDeque<(Epoch, Arc<dyn Fence>)>,
+    /// Launched, in the order of the epochs.
+    flying: VecDeque<Flying>,
+}
+
+/// Work that was launched and is not known to have ended.
+struct Flying {
+    epoch: Epoch,
+    fence: Arc<dyn Fence>,
+    /// The fence failed once, and that was said.
+    failed: bool,
 }
 
 /// How often the fences are asked while somebody waits.
@@ -122,12 +130,25 @@ impl Epochs {
         self.changed.notify_all();
     }
 
-    /// The work of `epoch` was launched, and has ended once `fence` says so. Several fences may
-    /// belong to one epoch; epochs are launched in order.
+    /// The work of `epoch` was launched, and has ended once `fence` says so.
+    ///
+    /// Epochs are launched in order, each with all of its work: where that runs on several streams,
+    /// `fence` is a `Vec` of theirs. More work of the same epoch counts only while the epoch has not
+    /// retired.
     pub fn launched(&self, epoch: Epoch, fence: Arc<dyn Fence>) {
         let mut state = self.state();
+        let place = state.flying.partition_point(|one| one.epoch <= epoch);
+        let failed = false;
+        state.flying.insert(
+            place,
+            Flying {
+                epoch,
+                fence,
+                failed,
+            },
+        );
+        // What has ended is forgotten here, so that nothing piles up where nobody asks.
         state.look();
-        state.flying.push_back((epoch, fence));
         drop(state);
         self.changed.notify_all();
     }
@@ -140,8 +161,8 @@ impl Epochs {
         state.retired
     }
 
-    /// Waits until `epoch` has retired, no longer than the patience; without a retired or a
-    /// launched epoch in this process not at all, since nobody would say so.
+    /// Waits until `epoch` has retired, no longer than the patience; not at all where no epoch was
+    /// ever retired or launched, since nobody would say so.
     ///
     /// # Errors
     /// [`Cause::InFlight`].
@@ -151,14 +172,14 @@ impl Epochs {
             reason = "the bound of a wait for work on the device"
         )]
         let now = Instant::now;
-        let deadline = now() + self.patience;
+        let begun = now();
         let mut state = self.state();
         loop {
             state.look();
             if state.retired >= Some(epoch) {
                 return Ok(());
             }
-            let left = deadline.saturating_duration_since(now());
+            let left = self.patience.saturating_sub(now() - begun);
             let counts = state.retired.is_some() || !state.flying.is_empty();
             if left.is_zero() || !counts {
                 return Err(MapError::clean(Cause::InFlight { epoch }));
@@ -186,25 +207,28 @@ impl State {
     fn retire(&mut self, epoch: Epoch) {
         self.retired = self.retired.max(Some(epoch));
         let retired = self.retired;
-        self.flying.retain(|(flying, _)| Some(*flying) > retired);
+        self.flying.retain(|one| Some(one.epoch) > retired);
     }
 
     /// Retires what the fences say has ended, in order.
     fn look(&mut self) {
-        while let Some((epoch, fence)) = self.flying.front() {
-            let epoch = *epoch;
-            match fence.is_over() {
+        while let Some(first) = self.flying.front_mut() {
+            let epoch = first.epoch;
+            match first.fence.is_over() {
                 Ok(true) => {}
                 Ok(false) => return,
                 Err(error) => {
                     // It cannot be told, so it has not ended; the wait for it has a bound.
-                    tracing::warn!(%epoch, %error, "cannot tell whether work has ended");
+                    if !first.failed {
+                        tracing::warn!(%epoch, %error, "cannot tell whether work has ended");
+                    }
+                    first.failed = true;
                     return;
                 }
             }
             self.flying.pop_front();
             // The last of its fences speaks for the epoch.
-            if self.flying.front().is_none_or(|(next, _)| *next > epoch) {
+            if self.flying.front().is_none_or(|next| next.epoch > epoch) {
                 self.retire(epoch);
             }
         }
@@ -221,3 +245,6 @@ impl fmt::Debug for Epochs {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

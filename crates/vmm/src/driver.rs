@@ -1,6 +1,7 @@
 //! The seam to a device: the primitives a virtual-memory driver offers, and what each side owes.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::VmmError;
 
@@ -120,6 +121,24 @@ pub trait Fence: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`VmmError::Driver`] if the device does not answer.
     fn is_over(&self) -> Result<bool, VmmError>;
+}
+
+impl<F: Fence + ?Sized> Fence for Arc<F> {
+    fn is_over(&self) -> Result<bool, VmmError> {
+        (**self).is_over()
+    }
+}
+
+/// Work in several orders, such as on several streams: over when all of it is.
+impl<F: Fence> Fence for Vec<F> {
+    fn is_over(&self) -> Result<bool, VmmError> {
+        for fence in self {
+            if !fence.is_over()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
 }
 
 /// Addresses that a driver reserved.
