@@ -69,11 +69,16 @@ pub struct FrameDecoder {
     bytes: Vec<u8>,
     /// What lies before was given out.
     start: usize,
+    /// What was wrong; nothing is taken any more.
+    refused: Option<FrameError>,
 }
 
 impl FrameDecoder {
-    /// Takes what arrived.
+    /// Takes what arrived; after an error, drops it.
     pub fn feed(&mut self, bytes: &[u8]) {
+        if self.refused.is_some() {
+            return;
+        }
         // Whole frames usually leave nothing behind, so that this moves nothing.
         self.bytes.drain(..self.start);
         self.start = 0;
@@ -85,18 +90,22 @@ impl FrameDecoder {
     /// # Errors
     /// [`FrameError`] as soon as the length shows it, and from then on.
     pub fn next_frame(&mut self) -> Result<Option<&[u8]>, FrameError> {
+        if let Some(error) = self.refused {
+            return Err(error);
+        }
         let rest = &self.bytes[self.start..];
         let Some((prefix, rest)) = rest.split_first_chunk::<PREFIX_BYTES>() else {
             return Ok(None);
         };
         let len = usize::try_from(u32::from_le_bytes(*prefix)).unwrap_or(usize::MAX);
         match len {
-            0 => Err(FrameError::Empty),
-            len if len > MAX_FRAME_BYTES => Err(FrameError::TooLong { len }),
+            0 => Err(self.refuse(FrameError::Empty)),
+            len if len > MAX_FRAME_BYTES => Err(self.refuse(FrameError::TooLong { len })),
             len if len > rest.len() => Ok(None),
             len => {
-                self.start += PREFIX_BYTES + len;
-                Ok(Some(&rest[..len]))
+                let payload = self.start + PREFIX_BYTES;
+                self.start = payload + len;
+                Ok(Some(&self.bytes[payload..self.start]))
             }
         }
     }
@@ -104,7 +113,23 @@ impl FrameDecoder {
     /// Has a frame begun that is not whole yet?
     #[must_use]
     pub fn is_partial(&self) -> bool {
-        self.start < self.bytes.len()
+        self.buffered_bytes() > 0
+    }
+
+    /// Bytes that were taken and not given out: of one frame that is not whole yet, once
+    /// [`next_frame`](Self::next_frame) gave the others.
+    #[must_use]
+    pub fn buffered_bytes(&self) -> usize {
+        self.bytes.len() - self.start
+    }
+
+    /// Nothing more can come out of this stream, so nothing more of it is kept.
+    fn refuse(&mut self, error: FrameError) -> FrameError {
+        *self = Self {
+            refused: Some(error),
+            ..Self::default()
+        };
+        error
     }
 }
 
@@ -144,6 +169,20 @@ mod tests {
         let mut decoder = FrameDecoder::default();
         decoder.feed(&[0; 4]);
         assert_eq!(decoder.next_frame(), Err(FrameError::Empty));
+    }
+
+    /// A peer that goes on after an error costs no memory.
+    #[test]
+    fn nothing_is_kept_after_an_error() {
+        let mut decoder = FrameDecoder::default();
+        decoder.feed(&[0; 4]);
+        decoder.feed(&[7; 100]);
+        assert_eq!(decoder.buffered_bytes(), 104);
+        for _ in 0..2 {
+            assert_eq!(decoder.next_frame(), Err(FrameError::Empty));
+            assert_eq!(decoder.buffered_bytes(), 0);
+            decoder.feed(&[7; 100]);
+        }
     }
 
     proptest! {
