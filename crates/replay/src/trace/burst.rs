@@ -135,5 +135,11 @@ mod tests {
             assert!(message.contains(expected), "{row}: {message}");
         }
         assert!(parse("").expect_err("no requests").contains("found none"));
+        // Otherwise the second request would silently be missing.
+        let message = parse("1,m,1,1,2,l\r2,m,1,1,2,l\n").expect_err("two records in a line");
+        assert!(
+            message.contains("line 2, column 1 (Timestamp)"),
+            "{message}"
+        );
     }
 }

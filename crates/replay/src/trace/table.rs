@@ -117,7 +117,8 @@ pub(super) fn expected_tokens() -> String {
     format!("a whole number of tokens from 0 to {MAX_REQUEST_TOKENS}")
 }
 
-/// The fields of one line. One that cannot be split has none, and so lacks every column.
+/// The fields of one line. One that cannot be split, or that a lone carriage return makes two
+/// records of, has none, and so lacks every column.
 fn record(line: &str) -> StringRecord {
     let mut reader = ReaderBuilder::new()
         .has_headers(false)
@@ -126,9 +127,12 @@ fn record(line: &str) -> StringRecord {
         // One record is read; the default buffer is made for whole files.
         .buffer_capacity(line.len().max(1))
         .from_reader(line.as_bytes());
-    let mut record = StringRecord::new();
-    match reader.read_record(&mut record) {
-        Ok(_) => record,
-        Err(_) => StringRecord::new(),
+    let (mut record, mut more) = (StringRecord::new(), StringRecord::new());
+    match (
+        reader.read_record(&mut record),
+        reader.read_record(&mut more),
+    ) {
+        (Ok(_), Ok(false)) => record,
+        _ => StringRecord::new(),
     }
 }
