@@ -232,14 +232,20 @@ struct Fault {
 struct Line<'a> {
     number: usize,
     text: &'a str,
+    /// Characters that were trimmed before the text.
+    indent: usize,
 }
 
 fn lines(text: &str) -> impl Iterator<Item = Line<'_>> {
     text.split('\n')
         .enumerate()
-        .map(|(index, text)| Line {
-            number: index + 1,
-            text: text.trim(),
+        .map(|(index, text)| {
+            let (text, long) = (text.trim_start(), text);
+            Line {
+                number: index + 1,
+                text: text.trim_end(),
+                indent: long[..long.len() - text.len()].chars().count(),
+            }
         })
         .filter(|line| !line.text.is_empty())
 }

@@ -14,6 +14,9 @@ use super::{
 /// About 31 years; the published traces span an hour.
 const MAX_MILLISECONDS: f64 = 1e12;
 
+/// Longest reason of the parser that is passed on, in bytes: it may quote what it read.
+const MAX_REASON_BYTES: usize = 200;
+
 const EXPECTED_TIME: &str = "a time in milliseconds from 0 to 1000000000000";
 
 pub(super) fn parse(text: &str) -> Result<Vec<Timed>, Fault> {
@@ -98,11 +101,11 @@ impl Object<'_> {
             Some(Value::Array(list)) => format!("a list of {}", list.len()),
             Some(value) => value.to_string().chars().take(80).collect(),
         };
-        let number = self.line.text.find(&format!("\"{name}\"")).unwrap_or(0) + 1;
+        let at = self.line.text.find(&format!("\"{name}\"")).unwrap_or(0);
         Fault {
             line: self.line.number,
             column: Some(Column {
-                number,
+                number: self.line.character(at),
                 name: Some(name.to_owned()),
             }),
             problem: Problem::Value {
@@ -113,16 +116,28 @@ impl Object<'_> {
     }
 }
 
+impl Line<'_> {
+    /// Which character of the line the byte `at` of its text belongs to, counted from 1.
+    fn character(self, at: usize) -> usize {
+        let before = &self.text[..self.text.floor_char_boundary(at)];
+        self.indent + before.chars().count() + 1
+    }
+}
+
 fn json_fault(line: Line<'_>, error: &serde_json::Error) -> Fault {
     let mut reason = error.to_string();
     // The parser saw one line only, so its "line 1" would mislead.
     if let Some(at) = reason.rfind(" at line ") {
         reason.truncate(at);
     }
+    if reason.len() > MAX_REASON_BYTES {
+        reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
+        reason.push('…');
+    }
     Fault {
         line: line.number,
         column: Some(Column {
-            number: error.column().max(1),
+            number: line.character(error.column().saturating_sub(1)),
             name: None,
         }),
         problem: Problem::Json { reason },
@@ -215,10 +230,20 @@ mod tests {
                 "line 2, column 27: expected a JSON object: EOF",
             ),
             ("[1]", "line 2, column"),
+            // Columns are characters of the line as it stands in the file.
+            (
+                "  {\"a\": \"éé\", \"timestamp\": -1, \"input_length\": 1, \"output_length\": 1}",
+                "line 2, column 15 (timestamp)",
+            ),
+            ("  {\"a\": \"éé\", x", "line 2, column 15: expected a JSON"),
         ] {
             let message = parse(&format!("{GOOD}{line}\n")).expect_err(line);
             assert!(message.contains(expected), "{line}: {message}");
             assert!(message.contains("m.jsonl, line 2, column "), "{message}");
         }
+        let words = format!("\"{}\"", "é".repeat(4000));
+        let message = parse(&format!("{GOOD}{words}\n")).expect_err("no object");
+        assert!(message.contains("invalid type: string \"ééé"), "{message}");
+        assert!(message.len() < 300, "{message}");
     }
 }
