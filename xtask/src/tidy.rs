@@ -48,7 +48,14 @@ pub(crate) fn run() -> Result<(), String> {
     let root = process::root();
     let mut breaches = Vec::new();
     let mut sources = Vec::new();
-    for folder in ["crates", "xtask", "tests", "benches"] {
+    for folder in [
+        "crates",
+        "xtask",
+        "tests",
+        "benches",
+        "fuzz/src",
+        "fuzz/fuzz_targets",
+    ] {
         rust_files(&root.join(folder), &mut sources)?;
     }
     check_edges(&root, &mut breaches)?;

@@ -1,0 +1,197 @@
+//! A worker's conversation: whoever talks to it, it answers in whole frames, its memory stays that
+//! of one pool, and what it refuses changed nothing.
+
+use std::sync::Arc;
+
+use kvcached_mapper::{
+    Cold, KvBuffers, Layout, LocalMapper, PageId, PageRun, PageSize, PoolId, PoolSpec, Rank, Stage,
+};
+use kvcached_tp_ipc::wire::{self, Reply, WorkerMessage, push_hello, push_request};
+use kvcached_tp_ipc::{
+    Conversation, ConversationEnd, FrameDecoder, FrameError, GeometryDigest, Hello, Operation,
+    ServedPool, ServedRank, SessionId,
+};
+use kvcached_vmm::{Mock, MockConfig};
+
+use super::wire::payloads;
+
+const PAGES: u32 = 16;
+const PAGE_BYTES: u64 = 2 << 20;
+const BLOCK_BYTES: u64 = 64 << 10;
+/// The device is full before the pool is.
+const MEMORY_BYTES: u64 = 12 * PAGE_BYTES;
+
+/// A coordinator's bytes after the beginning of a good conversation.
+///
+/// The first byte says how many payloads of [`good`] come before the rest; the second how long the
+/// pieces are in which the rest arrives.
+pub fn conversation(input: &[u8]) {
+    let Some(([before, piece], rest)) = input.split_first_chunk::<2>() else {
+        return;
+    };
+    let mut worker = Worker::new();
+    for payload in good().iter().take(usize::from(*before)) {
+        let served = worker.hear(Ok(payload));
+        assert!(served, "a good coordinator is served");
+    }
+    let mut decoder = FrameDecoder::default();
+    let mut served = true;
+    for piece in rest.chunks(1 + usize::from(*piece)) {
+        decoder.feed(piece);
+        while served && let Some(frame) = decoder.next_frame().transpose() {
+            served = worker.hear(frame);
+        }
+    }
+    worker.end();
+}
+
+/// What a coordinator says that breaks no rule, frame by frame: a batch that is done, one that
+/// does not fit, one of pages that are not mapped.
+pub(super) fn good() -> Vec<Vec<u8>> {
+    let run = |first, count| PageRun::new(PageId(first), count).expect("a run");
+    let (head, tail) = (run(0, 4), run(8, 2));
+    let operations = [
+        Operation::Ready,
+        Operation::Headroom,
+        Operation::Map(&[head, tail]),
+        Operation::Map(&[run(4, 1)]),
+        Operation::Unmap(&[head]),
+        Operation::Map(&[run(0, 4), run(10, 6)]),
+        Operation::Unmap(&[run(5, 1)]),
+        Operation::Unmap(&[tail, run(4, 1)]),
+    ];
+    payloads(|out| {
+        push_hello(out, &hello(SESSION));
+        for (operation, sequence) in operations.into_iter().zip(1..) {
+            push_request(out, SESSION, sequence, operation);
+        }
+    })
+}
+
+const SESSION: SessionId = SessionId(5);
+
+fn hello(session: SessionId) -> Hello {
+    Hello {
+        instance: "llama".parse().expect("a name"),
+        stage: Stage(0),
+        rank: Rank(1),
+        pool: PoolId(0),
+        geometry: GeometryDigest::new(PAGES, PAGE_BYTES, BLOCK_BYTES),
+        session,
+    }
+}
+
+/// A rank with one pool, on a device that only counts.
+#[derive(Debug)]
+struct Worker {
+    device: Arc<Mock>,
+    mapper: Arc<LocalMapper<Mock>>,
+    rank: ServedRank,
+    conversation: Conversation,
+    greeted: bool,
+}
+
+impl Worker {
+    fn new() -> Self {
+        let device = Arc::new(Mock::new(MockConfig::new(MEMORY_BYTES)));
+        let spec = PoolSpec {
+            layout: Layout::Contiguous,
+            layers: 1,
+            kv_buffers: KvBuffers::One,
+            block_bytes: BLOCK_BYTES,
+            page_size: PageSize::Auto,
+            capacity_bytes: u64::from(PAGES) * PAGE_BYTES,
+        };
+        let geometry = spec.resolve(PAGE_BYTES).expect("a geometry");
+        assert_eq!(geometry.pages(), PAGES);
+        let mapper = LocalMapper::new(device.clone(), geometry, Cold::Unbacked);
+        let mapper = Arc::new(mapper.expect("addresses are plenty"));
+        let Hello {
+            instance,
+            stage,
+            rank,
+            pool,
+            geometry,
+            ..
+        } = hello(SESSION);
+        let served = ServedPool {
+            pool,
+            geometry,
+            mapper: mapper.clone(),
+        };
+        Self {
+            device,
+            mapper,
+            rank: ServedRank::new(instance, stage, rank, [served]),
+            conversation: Conversation::default(),
+            greeted: false,
+        }
+    }
+
+    /// Is the coordinator still served after this?
+    fn hear(&mut self, frame: Result<&[u8], FrameError>) -> bool {
+        let before = self.mapper.mapped();
+        let mut out = Vec::new();
+        let result = match frame {
+            Ok(payload) => self
+                .conversation
+                .handle_frame(&mut self.rank, payload, &mut out),
+            Err(error) => Err(self.conversation.handle_broken_frame(error, &mut out)),
+        };
+        let answers = payloads(|whole| whole.append(&mut out));
+        let changed = self.mapper.mapped() != before;
+        if !self.greeted {
+            assert!(!changed, "nothing is done for a stranger");
+            let [greeting] = &answers[..] else {
+                panic!("a greeting is one frame, not {}", answers.len());
+            };
+            let greeting = wire::read_greeting(greeting).expect("a greeting");
+            let said = greeting.map(drop).map_err(ConversationEnd::Refused);
+            assert_eq!(said, result);
+            self.greeted = result.is_ok();
+        } else {
+            let message = answers.first().map(|message| wire::read_message(message));
+            let message = message.transpose().expect("a message");
+            assert!(answers.len() <= 1, "one request, one answer");
+            match (&result, message) {
+                (Err(ConversationEnd::Violation { reason }), message) => {
+                    let told = WorkerMessage::Violation {
+                        reason: reason.clone(),
+                    };
+                    assert_eq!(message, Some(told));
+                    assert!(!changed, "a violation changes nothing");
+                }
+                (Err(end), _) => panic!("{end} after a welcome"),
+                (Ok(()), Some(WorkerMessage::Reply { reply, .. })) => {
+                    assert!(!changed || reply == Reply::Done, "{reply:?}, but done");
+                }
+                (Ok(()), None) => assert!(!changed && self.conversation.is_unfinished()),
+                (Ok(()), Some(message)) => panic!("{message:?} and no end"),
+            }
+        }
+        self.check_memory();
+        result.is_ok()
+    }
+
+    /// Its memory is that of the mapped runs, which are runs of the pool.
+    fn check_memory(&self) {
+        let mapped = self.mapper.mapped();
+        assert!(mapped.is_sorted_by(|one, next| one.end() <= next.first()));
+        assert!(mapped.iter().all(|run| run.end().0 <= PAGES), "{mapped:?}");
+        assert_eq!(self.mapper.in_doubt(), []);
+        assert_eq!(self.device.used_bytes(), self.mapper.mapped_bytes());
+        assert_eq!(self.device.violations(), []);
+    }
+
+    /// The connection is gone: the next coordinator is served, and nothing is left in the end.
+    fn end(mut self) {
+        std::mem::take(&mut self.conversation).end(&mut self.rank);
+        self.greeted = false;
+        for payload in payloads(|out| push_hello(out, &hello(SessionId(u64::MAX)))) {
+            assert!(self.hear(Ok(&payload)), "the next coordinator is served");
+        }
+        let device = self.device.clone();
+        drop(self);
+        assert_eq!(device.live_chunks(), 0, "memory is left");
+    }
+}
