@@ -6,8 +6,11 @@
 
 mod drive;
 mod failures;
+mod in_flight;
 mod limits;
 mod properties;
+mod ranks;
+mod repair;
 mod reserve;
 mod runs;
 mod support;

@@ -3,18 +3,20 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
-use kvcached_mapper::testing::{Call, RecordingMapper};
-use kvcached_mapper::{Cause, MapError, PageId, PageRun, PeerCause, Rank, Stage};
+use kvcached_mapper::testing::Call;
+use kvcached_mapper::{Cause, Health, MapError, PageId, PageRun, PeerCause, Rank, Stage, Suspect};
 use kvcached_page_alloc::{
     AllocError, Limit, PageAllocator, PageAllocatorConfig, PageState, PageUsage, Reserve,
 };
+
+use crate::ranks::Ranks;
 
 /// Bytes of a page in these tests.
 pub(crate) const BUNDLE: u64 = 2 << 20;
 
 pub(crate) struct Pool {
     pub(crate) pages: Arc<PageAllocator>,
-    pub(crate) mapper: Arc<RecordingMapper>,
+    pub(crate) mapper: Arc<Ranks>,
 }
 
 impl Pool {
@@ -31,7 +33,7 @@ impl Pool {
     }
 
     pub(crate) fn with(config: PageAllocatorConfig) -> Self {
-        let mapper = Arc::new(RecordingMapper::new(config.pages));
+        let mapper = Arc::new(Ranks::new(config.pages));
         let pages = PageAllocator::new(config, Arc::clone(&mapper) as _).expect("a good config");
         Self {
             pages: Arc::new(pages),
@@ -75,6 +77,17 @@ impl Pool {
         self.mapper.mapped_pages()
     }
 
+    /// Of rank 1 it is not known what it has, as the mapper says from now on; the allocator has not
+    /// looked yet.
+    pub(crate) fn fence(&self) -> Vec<Suspect> {
+        let ranks = vec![suspect()];
+        self.mapper.set_health(Health::Fenced {
+            ranks: ranks.clone(),
+            pages: 0,
+        });
+        ranks
+    }
+
     /// Runs `look` at the allocator from inside every call of the mapper, and fails the call with
     /// what it answers.
     pub(crate) fn during_calls(
@@ -83,7 +96,11 @@ impl Pool {
     ) {
         // Weak, or mapper and allocator would keep each other alive.
         let pages: Weak<PageAllocator> = Arc::downgrade(&self.pages);
+        let mapper: Weak<Ranks> = Arc::downgrade(&self.mapper);
         self.mapper.set_before(move |call, runs| {
+            if mapper.upgrade().is_some_and(|mapper| mapper.is_repairing()) {
+                return Ok(());
+            }
             look(
                 &pages.upgrade().expect("the allocator is calling"),
                 call,
@@ -187,5 +204,13 @@ pub(crate) fn doubtful(uncertain: Vec<PageRun>) -> MapError {
     MapError {
         uncertain,
         ..refused()
+    }
+}
+
+pub(crate) fn suspect() -> Suspect {
+    Suspect {
+        stage: Stage(0),
+        rank: Rank(1),
+        reason: "the connection ended".to_owned(),
     }
 }
