@@ -1,25 +1,26 @@
 //! Random operations with faults, one after another, and what was observed around each.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex};
 
-use kvcached_mapper::{MapError, PageId, PageRun};
+use kvcached_mapper::{After, Epoch, Health, MapError, PageId, PageRun, Rank, Stage};
 use kvcached_page_alloc::{
     AllocError, FreeError, Limit, LimitStatus, MAX_RUN, PageAllocatorConfig, PageState, PageUsage,
-    Replenished, Reserve,
+    Repaired, Replenished, Reserve,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;
 
-use crate::support::{BUNDLE, Pool, assert_adds_up, doubtful, full, refused};
+use crate::ranks::{Found, Unmap};
+use crate::support::{BUNDLE, Pool, assert_adds_up, doubtful, full, refused, suspect};
 
 #[derive(Debug, Clone)]
 pub(crate) enum Op {
     Alloc(u32),
     AllocFirst,
     /// Some of the pages in use, in any order.
-    Free(Vec<Index>),
+    Free(Vec<Index>, After),
     /// Some of the pages in use, and one more that makes the call wrong.
     FreeWrongly(Vec<Index>, Wrong),
     Replenish,
@@ -28,6 +29,21 @@ pub(crate) enum Op {
         pages: u32,
         part: u64,
         revision: Revision,
+    },
+    Retire(Epoch),
+    /// A rank becomes suspect, and somebody looks.
+    Fence,
+    Repair(Mend),
+}
+
+/// How a repair goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Mend {
+    Fails,
+    /// The rank is known again; runs are found so, and it may have lost what it held.
+    Works {
+        found: fn(PageRun) -> Found,
+        lost: bool,
     },
 }
 
@@ -54,6 +70,8 @@ pub(crate) enum Fault {
     None,
     Full,
     Refused,
+    /// And of a rank it is not known what it has.
+    Suspect,
     /// The runs whose bit is set, and the first one in any case, are in doubt.
     Doubt(u8),
 }
@@ -63,6 +81,8 @@ pub(crate) struct Step {
     pub(crate) op: Op,
     /// For the first, second, … call of the mapper during the operation; later ones succeed.
     faults: Vec<Fault>,
+    /// No epoch that an unmap waits for retires in time.
+    pub(crate) in_flight: bool,
 }
 
 /// What an operation answered.
@@ -73,6 +93,9 @@ pub(crate) enum Outcome {
     Replenish(Result<Replenished, MapError>),
     Trim(Result<u32, MapError>),
     Limit(LimitStatus),
+    Repair(Result<Repaired, MapError>),
+    /// Nothing that could fail.
+    Done,
 }
 
 #[derive(Debug)]
@@ -84,6 +107,11 @@ pub(crate) struct Observed {
     pub(crate) faulty: bool,
     /// Did the operation call [`Mapper::map`](kvcached_mapper::Mapper::map)?
     pub(crate) mapped: bool,
+    /// Was a rank fenced when it began?
+    pub(crate) fenced: bool,
+    /// What the operation had unmapped, or tried to, and what the memory of each run had to wait
+    /// for.
+    pub(crate) unmaps: Vec<(Unmap, Vec<After>)>,
 }
 
 /// A pool under random operations, and the model beside it: who was given what.
@@ -91,6 +119,9 @@ pub(crate) struct Drive {
     pub(crate) pool: Pool,
     pub(crate) owned: BTreeSet<PageId>,
     pub(crate) limit: Limit,
+    /// What each page was freed after since it has memory.
+    freed: BTreeMap<PageId, After>,
+    retired: Option<Epoch>,
     script: Arc<Mutex<Script>>,
 }
 
@@ -98,6 +129,7 @@ pub(crate) struct Drive {
 struct Script {
     faults: VecDeque<Fault>,
     met: bool,
+    suspect: bool,
 }
 
 pub(crate) fn config() -> impl Strategy<Value = PageAllocatorConfig> {
@@ -129,11 +161,44 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (0u32..40).prop_map(Op::Alloc),
         1 => (0u32..200).prop_map(Op::Alloc),
         1 => Just(Op::AllocFirst),
-        6 => some().prop_map(Op::Free),
+        6 => (some(), after()).prop_map(|(pages, after)| Op::Free(pages, after)),
         1 => (some(), wrong()).prop_map(|(pages, wrong)| Op::FreeWrongly(pages, wrong)),
         3 => Just(Op::Replenish),
         1 => Just(Op::Trim),
         3 => limit(),
+        2 => (0u64..12).prop_map(|epoch| Op::Retire(Epoch(epoch))),
+    ]
+}
+
+fn after() -> impl Strategy<Value = After> {
+    prop_oneof![
+        1 => Just(After::DEVICE),
+        2 => (0u64..12).prop_map(|epoch| After::epoch(Epoch(epoch))),
+    ]
+}
+
+/// What has to do with ranks in doubt.
+fn doubt_op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        1 => Just(Op::Fence),
+        3 => mend().prop_map(Op::Repair),
+    ]
+}
+
+fn mend() -> impl Strategy<Value = Mend> {
+    let found: Vec<fn(PageRun) -> Found> = vec![
+        |_| Found::Cold,
+        |_| Found::Mapped,
+        |run| match run.first().0 % 3 {
+            0 => Found::Cold,
+            1 => Found::Mapped,
+            _ => Found::Nothing,
+        },
+    ];
+    prop_oneof![
+        1 => Just(Mend::Fails),
+        3 => (prop::sample::select(found), any::<bool>())
+            .prop_map(|(found, lost)| Mend::Works { found, lost }),
     ]
 }
 
@@ -166,6 +231,7 @@ fn fault() -> impl Strategy<Value = Fault> {
         3 => Just(Fault::None),
         1 => Just(Fault::Full),
         1 => Just(Fault::Refused),
+        1 => Just(Fault::Suspect),
         1 => any::<u8>().prop_map(Fault::Doubt),
     ]
 }
@@ -173,15 +239,21 @@ fn fault() -> impl Strategy<Value = Fault> {
 /// Operations, most of which meet no fault.
 pub(crate) fn steps() -> impl Strategy<Value = Vec<Step>> {
     let faults = prop_oneof![4 => Just(Vec::new()), 1 => prop::collection::vec(fault(), 1..4)];
-    let step = (op(), faults).prop_map(|(op, faults)| Step { op, faults });
+    let op = prop_oneof![6 => op(), 1 => doubt_op()];
+    let step = (op, faults, any::<bool>()).prop_map(|(op, faults, in_flight)| Step {
+        op,
+        faults,
+        in_flight,
+    });
     prop::collection::vec(step, 1..80)
 }
 
 /// The same without any fault.
 pub(crate) fn steps_without_faults() -> impl Strategy<Value = Vec<Step>> {
-    let step = op().prop_map(|op| Step {
+    let step = (op(), any::<bool>()).prop_map(|(op, in_flight)| Step {
         op,
         faults: Vec::new(),
+        in_flight,
     });
     prop::collection::vec(step, 1..80)
 }
@@ -192,6 +264,10 @@ impl Script {
             None | Some(Fault::None) => return Ok(()),
             Some(Fault::Full) => full(),
             Some(Fault::Refused) => refused(),
+            Some(Fault::Suspect) => {
+                self.suspect = true;
+                refused()
+            }
             Some(Fault::Doubt(which)) => {
                 let in_doubt =
                     |&(index, _): &(usize, &PageRun)| index == 0 || which & (1 << (index % 8)) != 0;
@@ -214,6 +290,7 @@ impl Drive {
         let pool = Pool::with(config);
         let script = Arc::new(Mutex::new(Script::default()));
         let faults = Arc::clone(&script);
+        let ranks = Arc::downgrade(&pool.mapper);
         pool.during_calls(move |pages, _, runs| {
             // From inside the call: nobody holds a lock, and the snapshot is whole.
             let usage = pages.usage();
@@ -222,13 +299,20 @@ impl Drive {
                 run.pages()
                     .all(|page| pages.state(page) == Some(PageState::Busy))
             }));
-            faults.lock().expect("no test panicked").next(runs)
+            let mut script = faults.lock().expect("no test panicked");
+            let allowed = script.next(runs);
+            if std::mem::take(&mut script.suspect) {
+                ranks.upgrade().expect("it is called").set_health(fenced());
+            }
+            allowed
         });
         let limit = pool.pages.limit();
         Self {
             pool,
             owned: BTreeSet::new(),
             limit,
+            freed: BTreeMap::new(),
+            retired: None,
             script,
         }
     }
@@ -240,18 +324,23 @@ impl Drive {
     pub(crate) fn step(&mut self, step: &Step) -> Observed {
         *self.script.lock().expect("no test panicked") = Script {
             faults: step.faults.iter().copied().collect(),
-            met: false,
+            ..Script::default()
         };
+        self.pool.mapper.set_in_flight(step.in_flight);
+        let fenced = self.pool.pages.is_fenced();
         let before = self.pool.usage();
-        let maps_before = self.pool.mapper.calls().map;
+        let maps_before = self.pool.mapper.runs_mapped();
         let outcome = self.apply(&step.op);
         let script = std::mem::take(&mut *self.script.lock().expect("no test panicked"));
+        let unmaps = self.forget_unmapped();
         Observed {
             before,
             after: self.pool.usage(),
             outcome,
             faulty: script.met,
-            mapped: self.pool.mapper.calls().map > maps_before,
+            mapped: self.pool.mapper.runs_mapped() > maps_before,
+            fenced,
+            unmaps,
         }
     }
 
@@ -267,9 +356,13 @@ impl Drive {
                 self.owned.extend(&result);
                 Outcome::Alloc(result.map(|page| vec![page]))
             }
-            Op::Free(which) => {
+            Op::Free(which, after) => {
                 let pages = self.pick(which);
-                let result = self.pool.pages.free(&pages);
+                for &page in &pages {
+                    let freed = self.freed.entry(page).or_insert(After::NOTHING);
+                    *freed = freed.join(*after);
+                }
+                let result = self.pool.pages.free_after(&pages, *after);
                 self.owned.retain(|page| !pages.contains(page));
                 Outcome::Free(result)
             }
@@ -312,7 +405,66 @@ impl Drive {
                 }
                 Outcome::Limit(self.pool.pages.set_limit(limit).expect("there is no floor"))
             }
+            Op::Retire(epoch) => {
+                self.pool.pages.retire(*epoch);
+                self.retired = self.retired.max(Some(*epoch));
+                Outcome::Done
+            }
+            Op::Fence => {
+                self.pool.mapper.set_health(fenced());
+                assert!(self.pool.pages.health().is_fenced());
+                Outcome::Done
+            }
+            Op::Repair(mend) => Outcome::Repair(self.repair(*mend)),
         }
+    }
+
+    pub(crate) fn repair(&mut self, mend: Mend) -> Result<Repaired, MapError> {
+        let mapper = &self.pool.mapper;
+        match mend {
+            Mend::Fails => mapper.fail_reconcile(Some(refused())),
+            Mend::Works { found, lost } => {
+                mapper.fail_reconcile(None);
+                mapper.set_found(found);
+                mapper.set_health(Health::Healthy);
+                if lost {
+                    mapper.lose_content(Stage(0), Rank(1));
+                }
+            }
+        }
+        self.pool.pages.repair()
+    }
+
+    /// What the memory of a run has to wait for.
+    pub(crate) fn after(&self, run: PageRun) -> After {
+        let of_page = |page| self.freed.get(&page).copied().unwrap_or(After::NOTHING);
+        let joined = run.pages().map(of_page).fold(After::NOTHING, After::join);
+        joined.since(self.retired)
+    }
+
+    /// The unmaps since the last time. What pages without memory were freed after is no matter any
+    /// more.
+    fn forget_unmapped(&mut self) -> Vec<(Unmap, Vec<After>)> {
+        let mut unmaps = Vec::new();
+        for unmap in self.pool.mapper.unmaps() {
+            let afters = unmap.runs.iter().map(|&run| self.after(run)).collect();
+            if unmap.done {
+                let pages = unmap.runs.iter().flat_map(|run| run.pages());
+                pages.for_each(|page| {
+                    self.freed.remove(&page);
+                });
+            }
+            unmaps.push((unmap, afters));
+        }
+        let pages = &self.pool.pages;
+        let is_cold = |page: &PageId| {
+            matches!(
+                pages.state(*page),
+                Some(PageState::Cold | PageState::Withheld)
+            )
+        };
+        self.freed.retain(|page, _| !is_cold(page));
+        unmaps
     }
 
     /// Distinct pages in use.
@@ -326,5 +478,12 @@ impl Drive {
             picked.push(left.swap_remove(index.index(left.len())));
         }
         picked
+    }
+}
+
+fn fenced() -> Health {
+    Health::Fenced {
+        ranks: vec![suspect()],
+        pages: 0,
     }
 }

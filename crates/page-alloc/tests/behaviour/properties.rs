@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use kvcached_mapper::PageId;
+use kvcached_mapper::{After, Cause, PageId, PageRun};
 use kvcached_page_alloc::{
     AllocError, FreeError, FullReason, Limit, LimitStatus, PageState, Reserve,
 };
 use proptest::prelude::*;
 
-use crate::drive::{Drive, Op, Outcome, config, steps, steps_without_faults};
+use crate::drive::{Drive, Mend, Op, Outcome, config, steps, steps_without_faults};
+use crate::ranks::Found;
 use crate::support::BUNDLE;
 
 proptest! {
@@ -30,13 +31,18 @@ proptest! {
                 prop_assert_eq!(used, drive.owned.contains(&page), "{}", page);
             }
         }
-        // Nothing is lost: all that is not void or in doubt can be had, once all is given back.
+        // Nothing is lost: all that is not void can be had, once the ranks are well again and all is
+        // given back.
+        let found = |_| Found::Cold;
+        drive.repair(Mend::Works { found, lost: false }).expect("it works");
+        prop_assert_eq!(drive.pool.pages.quarantined(), []);
+        prop_assert!(!drive.pool.pages.is_fenced());
+        drive.pool.mapper.set_in_flight(false);
         let owned: Vec<PageId> = drive.owned.iter().copied().collect();
         drive.pool.free(&owned);
         drive.pool.limit(config.pages, u64::MAX);
-        let in_doubt: u32 = drive.pool.mapper.in_doubt().iter().map(|run| run.count()).sum();
         let usage = drive.pool.usage();
-        prop_assert_eq!(drive.pool.pages.available(), usage.total - usage.void - in_doubt);
+        prop_assert_eq!(drive.pool.pages.available(), usage.total - usage.void);
         let all = drive.pool.take(drive.pool.pages.available());
         let distinct: BTreeSet<PageId> = all.iter().copied().collect();
         prop_assert_eq!(distinct.len(), all.len());
@@ -72,16 +78,20 @@ proptest! {
             let (before, after) = (seen.before, seen.after);
             prop_assert_eq!(after.busy, 0);
             prop_assert_eq!((after.total, after.void), (before.total, before.void));
-            let lost = u64::from(after.quarantined - before.quarantined);
+            let repaired = after.repaired_total - before.repaired_total;
+            let doubted = u64::from(after.quarantined) + repaired - u64::from(before.quarantined);
+            let warmed = match &seen.outcome {
+                Outcome::Repair(Ok(repaired)) => u64::from(repaired.warm),
+                _ => 0,
+            };
             let mapped = after.mapped_total - before.mapped_total;
             let unmapped = after.unmapped_total - before.unmapped_total;
             let backed = |usage: &kvcached_page_alloc::PageUsage| u64::from(usage.warm + usage.used);
             if !seen.faulty {
-                prop_assert_eq!(lost, 0);
-                prop_assert_eq!(backed(&before) + mapped - unmapped, backed(&after));
+                prop_assert_eq!(doubted, 0);
+                prop_assert_eq!(backed(&before) + mapped + warmed - unmapped, backed(&after));
             }
-            let calls = drive.pool.mapper.calls();
-            prop_assert_eq!(after.runs_mapped_total, calls.runs_mapped);
+            prop_assert_eq!(after.runs_mapped_total, drive.pool.mapper.runs_mapped());
         }
     }
 
@@ -125,13 +135,15 @@ proptest! {
                 Outcome::Limit(status) => prop_assert_eq!(status, expected),
                 _ => {}
             }
-            // Nothing idle stays above the limit, unless taking it away failed.
-            if !seen.faulty && matches!(step.op, Op::Free(_) | Op::Limit { .. })
+            // Nothing idle stays above the limit, unless taking it away failed or had to wait.
+            if !seen.faulty && !seen.fenced && matches!(step.op, Op::Free(..) | Op::Limit { .. })
                 && !matches!(seen.outcome, Outcome::Limit(LimitStatus::Stale { .. } | LimitStatus::Conflict { .. }))
                 && expected != LimitStatus::Applied
             {
                 let used = |page| drive.owned.contains(&page);
-                prop_assert!(drive.pool.mapper.mapped().iter().all(|run| run.pages().any(used)));
+                let waits = |&run: &_| drive.after(run).epoch.is_some();
+                let mapped = drive.pool.mapper.mapped();
+                prop_assert!(mapped.iter().all(|run| run.pages().any(used) || waits(run)));
             }
         }
     }
@@ -144,6 +156,8 @@ proptest! {
             let seen = drive.step(step);
             if let (Op::Alloc(n), Outcome::Alloc(result)) = (&step.op, &seen.outcome) {
                 let met = match result {
+                    Err(AllocError::Fenced { .. }) => seen.fenced && available == 0,
+                    _ if seen.fenced => false,
                     Ok(_) => *n <= available && !seen.faulty,
                     Err(AllocError::Full(FullReason::Limit | FullReason::Capacity)) => {
                         *n > available && !seen.mapped
@@ -167,7 +181,7 @@ proptest! {
         for step in &steps {
             let seen = drive.step(step);
             match (&step.op, &seen.outcome) {
-                (Op::Free(_), Outcome::Free(result)) => prop_assert_eq!(*result, Ok(())),
+                (Op::Free(..), Outcome::Free(result)) => prop_assert_eq!(*result, Ok(())),
                 (Op::FreeWrongly(..), Outcome::Free(result)) => {
                     let refused = matches!(
                         result, Err(FreeError::NotUsed { .. } | FreeError::NamedTwice { .. })
@@ -191,8 +205,9 @@ proptest! {
             let seen = drive.step(step);
             if let Outcome::Trim(result) = seen.outcome {
                 let used = |page| drive.owned.contains(&page);
-                let expected: Vec<_> =
-                    runs.iter().copied().filter(|run| run.pages().any(used)).collect();
+                let waits = |run| step.in_flight && drive.after(run).epoch.is_some();
+                let stays = |&run: &PageRun| run.pages().any(used) || waits(run);
+                let expected: Vec<_> = runs.iter().copied().filter(stays).collect();
                 let before: u32 = runs.iter().map(|run| run.count()).sum();
                 prop_assert_eq!(drive.pool.mapper.mapped(), expected);
                 prop_assert_eq!(result, Ok(before - drive.pool.mapped()));
@@ -217,10 +232,99 @@ proptest! {
             }
             let usage = drive.pool.usage();
             let used = |page| drive.owned.contains(&page);
-            let idle_runs =
-                drive.pool.mapper.mapped().iter().any(|run| !run.pages().any(used));
+            let waits = |run| drive.after(run).epoch.is_some();
+            let idle = |run: &PageRun| !run.pages().any(used) && !waits(*run);
+            let idle_runs = drive.pool.mapper.mapped().iter().any(idle);
             prop_assert!(usage.warm >= min || last.full.is_some() && usage.cold == 0);
             prop_assert!(usage.warm <= max || !idle_runs);
+        }
+    }
+
+    #[test]
+    fn no_run_is_unmapped_before_what_its_pages_were_freed_after(config in config(), steps in steps()) {
+        let mut drive = Drive::new(config);
+        for step in &steps {
+            let seen = drive.step(step);
+            let in_flight = |after: &After| after.epoch.is_some();
+            for (unmap, afters) in &seen.unmaps {
+                // Exactly so: less would be wrong, and more a wait for nothing.
+                let joined = afters.iter().copied().fold(After::NOTHING, After::join);
+                prop_assert_eq!(unmap.after, joined);
+                prop_assert!(
+                    afters.iter().all(in_flight) || !afters.iter().any(in_flight),
+                    "a retired run does not wait with others: {:?}", afters
+                );
+            }
+            // Retired runs go first, and by the background only they do.
+            let waited = seen.unmaps.iter().position(|(unmap, _)| in_flight(&unmap.after));
+            if let Some(first) = waited {
+                prop_assert!(seen.unmaps[first..].iter().all(|(unmap, _)| in_flight(&unmap.after)));
+                prop_assert!(!matches!(step.op, Op::Replenish));
+                let used = |page| drive.owned.contains(&page);
+                let retired = |run: &PageRun| !run.pages().any(used) && !in_flight(&drive.after(*run));
+                prop_assert!(seen.faulty || !drive.pool.mapper.mapped().iter().any(retired));
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_is_handed_out_or_unmapped_while_a_rank_is_fenced(config in config(), steps in steps()) {
+        let mut drive = Drive::new(config);
+        for step in &steps {
+            let seen = drive.step(step);
+            prop_assert_eq!(seen.after.contents_lost_total, drive.pool.pages.contents_lost());
+            if let (Op::Repair(Mend::Works { lost, .. }), Outcome::Repair(result)) =
+                (&step.op, &seen.outcome)
+            {
+                let repaired = result.as_ref().expect("it works");
+                prop_assert_eq!(repaired.lost.is_empty(), !lost);
+                let losses = seen.after.contents_lost_total - seen.before.contents_lost_total;
+                prop_assert_eq!(losses, u64::from(*lost));
+                continue;
+            }
+            if !seen.fenced {
+                continue;
+            }
+            prop_assert!(drive.pool.pages.is_fenced(), "only a repair ends it: {:?}", seen);
+            prop_assert_eq!(drive.pool.pages.available(), 0);
+            prop_assert!(!seen.mapped && !seen.faulty && seen.unmaps.is_empty());
+            prop_assert!(seen.after.used <= seen.before.used);
+            match seen.outcome {
+                Outcome::Alloc(result) => {
+                    let fenced = matches!(result, Err(AllocError::Fenced { .. }));
+                    prop_assert!(fenced, "{:?}", result);
+                }
+                Outcome::Trim(result) => {
+                    let cause = result.map_err(|error| error.cause);
+                    let diverged = matches!(cause, Err(Cause::Diverged { .. }));
+                    prop_assert!(diverged, "{:?}", cause);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    #[test]
+    fn a_page_in_doubt_is_out_of_reach_until_a_repair_lifts_it(config in config(), steps in steps()) {
+        let mut drive = Drive::new(config);
+        for step in &steps {
+            let doubtful = drive.pool.pages.quarantined();
+            let seen = drive.step(step);
+            match (&step.op, &seen.outcome) {
+                (Op::Repair(Mend::Works { found, .. }), Outcome::Repair(result)) => {
+                    let repaired = result.as_ref().expect("it works");
+                    let count = |what| {
+                        let runs = doubtful.iter().filter(|&&run| found(run) == what);
+                        runs.map(|run| run.count()).sum::<u32>()
+                    };
+                    prop_assert_eq!(repaired.cold, count(Found::Cold));
+                    prop_assert_eq!(repaired.warm, count(Found::Mapped));
+                }
+                _ => {
+                    let still = drive.pool.pages.quarantined();
+                    prop_assert!(doubtful.iter().all(|run| still.contains(run)));
+                }
+            }
         }
     }
 
