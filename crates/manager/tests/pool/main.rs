@@ -10,6 +10,7 @@
     reason = "a test fails by panicking, and so do the helpers here"
 )]
 
+mod doubt;
 mod faults;
 mod model;
 mod packing;

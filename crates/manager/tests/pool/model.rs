@@ -7,7 +7,7 @@ use kvcached_manager::{
     AllocError, BlockId, FreeError, FullReason, HoldError, HoldId, LimitStatus, NULL_BLOCK,
 };
 use kvcached_mapper::testing::Call;
-use kvcached_mapper::{Cause, MapError, PageId, Rank, Stage};
+use kvcached_mapper::{Cause, Epoch, Health, MapError, PageId, Rank, Stage, Suspect};
 use kvcached_page_alloc::{PageState, Reserve};
 use proptest::prelude::*;
 
@@ -22,7 +22,12 @@ enum Op {
     Free {
         eighths: u64,
         seed: u64,
+        /// In this one, or in none.
+        epoch: Option<Epoch>,
     },
+    Retire(Epoch),
+    Fence,
+    Repair,
     FreeWrong {
         wrong: Wrong,
         seed: u64,
@@ -68,7 +73,11 @@ fn op() -> impl Strategy<Value = Op> {
         8 => (0_u32..40).prop_map(Op::Alloc),
         2 => (0_u32..300).prop_map(Op::Alloc),
         2 => Just(Op::AllocAll),
-        8 => (1_u64..=8, any::<u64>()).prop_map(|(eighths, seed)| Op::Free { eighths, seed }),
+        8 => (1_u64..=8, any::<u64>(), prop::option::of((0_u64..9).prop_map(Epoch)))
+            .prop_map(|(eighths, seed, epoch)| Op::Free { eighths, seed, epoch }),
+        1 => (0_u64..9).prop_map(|epoch| Op::Retire(Epoch(epoch))),
+        1 => Just(Op::Fence),
+        2 => Just(Op::Repair),
         4 => (wrong, any::<u64>()).prop_map(|(wrong, seed)| Op::FreeWrong { wrong, seed }),
         3 => (0_u32..20).prop_map(Op::Hold),
         3 => (0_usize..4, 0_u32..12).prop_map(|(hold, n)| Op::TakeHeld { hold, n }),
@@ -164,9 +173,16 @@ impl Run {
                 self.alloc(self.within_reach().1 + 1);
                 self.alloc(self.within_reach().0);
             }
-            Op::Free { eighths, seed } => {
+            Op::Free {
+                eighths,
+                seed,
+                epoch,
+            } => {
                 let picked = self.pick(eighths, seed);
-                self.pool.blocks.free(&picked).unwrap();
+                match epoch {
+                    Some(epoch) => self.pool.blocks.free_in(&picked, epoch).unwrap(),
+                    None => self.pool.blocks.free(&picked).unwrap(),
+                }
                 self.ours.retain(|block| !picked.contains(block));
             }
             Op::FreeWrong { wrong, seed } => self.free_wrong(wrong, seed),
@@ -193,9 +209,33 @@ impl Run {
                 self.memory = pages;
                 self.pool.mapper.set_memory_pages(pages);
             }
-            Op::Trim => {
+            Op::Retire(epoch) => self.pool.blocks.retire(epoch),
+            Op::Fence => {
+                let ranks = vec![suspect()];
+                let pages = self.pool.pages.usage().quarantined;
+                let fenced = Health::Fenced { ranks, pages };
+                self.pool.mapper.set_health(fenced.clone());
+                assert_eq!(self.pool.blocks.health(), fenced);
+            }
+            Op::Repair => {
+                self.pool.mapper.set_health(Health::Healthy);
                 let armed = self.fault.lock().unwrap().is_some();
-                assert!(self.pool.blocks.trim().is_ok() || armed);
+                let in_doubt = self.pool.pages.usage().quarantined;
+                let repaired = self.pool.blocks.repair().unwrap();
+                assert_eq!(repaired.cold, in_doubt);
+                // Unless what the fence kept from being unmapped is in doubt now.
+                let pages = self.pool.pages.usage().quarantined;
+                let ranks = Vec::new();
+                let expected = match pages {
+                    0 => Health::Healthy,
+                    pages => Health::Degraded { ranks, pages },
+                };
+                assert!(pages == 0 || armed);
+                assert_eq!(repaired.health, expected);
+            }
+            Op::Trim => {
+                let allowed = self.fault.lock().unwrap().is_none() && !self.pool.pages.is_fenced();
+                assert!(self.pool.blocks.trim().is_ok() || !allowed);
             }
             Op::Replenish => {
                 let armed = self.fault.lock().unwrap().is_some();
@@ -251,6 +291,7 @@ impl Run {
                 assert!(n > reach.0, "{n} of {reach:?} were refused: {error}");
             }
             AllocError::Broken(_) => assert!(armed, "{error}"),
+            AllocError::Fenced { ref ranks } => assert_eq!(*ranks, [suspect()]),
             _ => panic!("{error}"),
         }
         assert_eq!(self.pool.look().of_blocks(), before.of_blocks());
@@ -285,7 +326,9 @@ impl Run {
             Wrong::Held => FreeError::Held { block },
         };
         let before = self.pool.look();
-        assert_eq!(self.pool.blocks.free(&blocks), Err(expected));
+        let epoch = Epoch(seed % 9);
+        assert_eq!(self.pool.blocks.free(&blocks), Err(expected.clone()));
+        assert_eq!(self.pool.blocks.free_in(&blocks, epoch), Err(expected));
         assert_eq!(self.pool.look(), before);
     }
 
@@ -348,6 +391,9 @@ impl Run {
     /// The fewest and the most blocks that can be had if the device has memory, counted page by
     /// page: they differ where the limit leaves it open which of several uneven pages may be had.
     fn within_reach(&self) -> (u32, u32) {
+        if self.pool.pages.is_fenced() {
+            return (0, 0);
+        }
         let space = self.pool.blocks.space();
         let (mut free, mut idle) = (0, Vec::new());
         for page in (0..space.pages()).map(PageId) {
@@ -450,6 +496,14 @@ impl Run {
             status => panic!("{status:?}"),
         }
         assert_eq!(mapper.violations(), []);
+    }
+}
+
+fn suspect() -> Suspect {
+    Suspect {
+        stage: Stage(0),
+        rank: Rank(1),
+        reason: "the connection ended".to_owned(),
     }
 }
 

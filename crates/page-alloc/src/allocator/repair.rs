@@ -42,7 +42,7 @@ impl PageAllocator {
             // know.
             self.with_books(|_| self.contents_lost.fetch_add(1, Ordering::Relaxed));
         }
-        let health = self.look();
+        self.look();
         let Reconciled { cold, mapped, lost } = result?;
         let found = |run: &PageRun| {
             let index = doubts.binary_search_by_key(&run.first(), |doubt| doubt.run.first());
@@ -51,25 +51,14 @@ impl PageAllocator {
                 .map(|index| doubts[index])
                 .filter(|doubt| doubt.run == *run)
         };
-        let (cold, warm, in_doubt, excess) = self.with_books(|Books { table, totals, .. }| {
+        let (cold, warm, excess) = self.with_books(|Books { table, totals, .. }| {
             // Somebody else may have settled a doubt, and the same run may be in doubt again since.
-            let cold: u32 = cold
-                .iter()
-                .filter_map(found)
-                .map(|doubt| table.lift_cold(doubt))
-                .sum();
-            let warm: u32 = mapped
-                .iter()
-                .filter_map(found)
-                .map(|doubt| table.lift_warm(doubt))
-                .sum();
+            let cold = cold.iter().filter_map(found);
+            let cold: u32 = cold.map(|doubt| table.lift_cold(doubt)).sum();
+            let warm = mapped.iter().filter_map(found);
+            let warm: u32 = warm.map(|doubt| table.lift_warm(doubt)).sum();
             totals.repaired += u64::from(cold) + u64::from(warm);
-            (
-                cold,
-                warm,
-                table.count(PageState::Quarantined),
-                table.excess(),
-            )
+            (cold, warm, table.excess())
         });
         if excess > 0 {
             self.shrink_and_log(Insist::Once);
@@ -78,7 +67,7 @@ impl PageAllocator {
             cold,
             warm,
             lost,
-            health: with_pages(health, in_doubt),
+            health: self.health(),
         })
     }
 
