@@ -24,6 +24,8 @@ pub use fixed::FixedSplit;
 /// - Blocks come back exactly once, to the pool they are from, in the name of the owner they were
 ///   handed to.
 /// - [`step_end`](Self::step_end) follows the hand-outs and returns of each step.
+/// - [`losses`](Self::losses) is asked before anything is taken for computed. After a loss, all that
+///   was handed out until then comes back through [`drop_lost`](Self::drop_lost).
 ///
 /// # What the implementer owes
 ///
@@ -37,7 +39,8 @@ pub trait KvCache: fmt::Debug {
     /// Hands out the blocks of all `wants`, appended to `out` in the order of `wants`.
     ///
     /// # Errors
-    /// On `Err`, nothing was handed out and `out` is as before.
+    /// On `Err`, nothing was handed out and `out` is as before. [`CacheError::Lost`] if content was
+    /// lost and [`losses`](Self::losses) has not told so yet.
     fn alloc(&mut self, wants: &[Want], out: &mut Vec<BlockId>) -> Result<(), CacheError>;
 
     /// Takes blocks back.
@@ -45,6 +48,24 @@ pub trait KvCache: fmt::Debug {
     /// # Errors
     /// If their content is not what it should be, or the cache is broken.
     fn free(&mut self, returns: &[Return<'_>]) -> Result<(), Broken>;
+
+    /// How often so far content was lost, such as by the death of a rank: after each time, nothing
+    /// that was written before can be relied on. Looks first whether everything is still there, and
+    /// waits until it can go on. Zero for a cache that loses nothing.
+    ///
+    /// # Errors
+    /// If the cache is broken, for good.
+    fn losses(&mut self) -> Result<u64, Broken> {
+        Ok(0)
+    }
+
+    /// Takes blocks back whose content was lost, and which are therefore not looked at.
+    ///
+    /// # Errors
+    /// If the cache is broken.
+    fn drop_lost(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+        self.free(returns)
+    }
 
     /// Could so many blocks, one number a pool, ever be handed out together, with nobody else
     /// asking? A request for which the answer is no is refused at once.
@@ -97,8 +118,8 @@ pub struct Return<'a> {
 pub struct Owner {
     /// Who.
     pub holder: Holder,
-    /// Which time: a request that is preempted and admitted again, or a prefix that was dropped
-    /// and is needed again, is another owner.
+    /// Which time: a request that gave up its blocks and is admitted again, or a prefix that was
+    /// dropped and is needed again, is another owner.
     pub generation: u32,
 }
 
@@ -117,6 +138,9 @@ pub enum CacheError {
     /// Not now: ask again when something was freed.
     #[error("the KV cache is full")]
     Full,
+    /// Not before everything that was handed out has been dropped: its content was lost.
+    #[error("the content of the KV cache was lost")]
+    Lost,
     /// Never again.
     #[error(transparent)]
     Broken(#[from] Broken),
@@ -203,6 +227,21 @@ pub(crate) mod tests {
         pub(crate) fn is_settled(&self) -> bool {
             !self.dirty
         }
+
+        fn forget(&mut self, returns: &[Return<'_>]) {
+            for Return {
+                pool,
+                owner,
+                blocks,
+            } in returns
+            {
+                for block in *blocks {
+                    let found = self.owners.remove(&(*pool, *block));
+                    assert_eq!(found, Some(*owner), "{block:?} is returned by its owner");
+                }
+            }
+            self.dirty = true;
+        }
     }
 
     impl<C: KvCache> KvCache for Checked<C> {
@@ -232,19 +271,17 @@ pub(crate) mod tests {
         }
 
         fn free(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
-            for Return {
-                pool,
-                owner,
-                blocks,
-            } in returns
-            {
-                for block in *blocks {
-                    let found = self.owners.remove(&(*pool, *block));
-                    assert_eq!(found, Some(*owner), "{block:?} is returned by its owner");
-                }
-            }
-            self.dirty = true;
+            self.forget(returns);
             self.inner.free(returns)
+        }
+
+        fn losses(&mut self) -> Result<u64, Broken> {
+            self.inner.losses()
+        }
+
+        fn drop_lost(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+            self.forget(returns);
+            self.inner.drop_lost(returns)
         }
 
         fn fits(&self, blocks: &[u32]) -> bool {
@@ -362,7 +399,7 @@ pub(crate) mod tests {
                             handed_out.push((cache, wants, out));
                         }
                         Err(CacheError::Full) => {}
-                        Err(CacheError::Broken(broken)) => panic!("{broken}"),
+                        Err(other) => panic!("{other}"),
                     }
                 }
                 Op::Free { nth } if !handed_out.is_empty() => {

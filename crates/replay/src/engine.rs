@@ -24,6 +24,14 @@
 //! 3. After the step's time has passed, sequences whose prompt is done, and those that generate,
 //!    have one more token.
 //!
+//! # What is lost
+//!
+//! A cache whose content was lost, because a rank died, says so before the engine takes anything for
+//! computed. Then the step that is under way has failed, and everybody who runs in that model is
+//! begun anew: all blocks are dropped, shared prefixes with them, and the requests go back to the
+//! head of the queue in their order. Tokens that were generated are known and stay; their keys and
+//! values are computed again.
+//!
 //! # Why it ends
 //!
 //! Within a model, running sequences are older than waiting ones: the queue is first in first out,
@@ -35,7 +43,8 @@
 //! sequence that runs alone gives up its blocks, it comes back only when one more than it had can
 //! be had: the others' holdings only grow until one of them completes or gives up too, so it does
 //! not come back before one did. When nothing runs anywhere, nothing is held anywhere, and the
-//! oldest request fits or is rejected.
+//! oldest request fits or is rejected. All this holds as long as nothing is lost; after a loss it
+//! holds anew, so a run with a finite number of losses ends.
 
 mod prefix;
 mod sequence;
@@ -371,48 +380,40 @@ impl<'a, C: KvCache> Engine<'a, C> {
         self.done += 1;
     }
 
-    /// Hands out `wants`, after everybody's idle memory was trimmed if need be. `false`: full.
+    /// Hands out `wants`, after everybody's idle memory was trimmed if need be.
     fn hand_out(
         &mut self,
         model: usize,
         wants: &[Want],
         out: &mut Vec<BlockId>,
-    ) -> Result<bool, Broken> {
-        for attempt in 0..2 {
-            match self.caches[model].alloc(wants, out) {
-                Ok(()) => return Ok(true),
-                Err(CacheError::Broken(broken)) => return Err(broken),
-                Err(CacheError::Full) if attempt == 0 => {
-                    for cache in &mut self.caches {
-                        cache.trim()?;
-                    }
-                }
-                Err(CacheError::Full) => {}
-            }
+    ) -> Result<(), CacheError> {
+        match self.caches[model].alloc(wants, out) {
+            Err(CacheError::Full) => {}
+            other => return other,
         }
-        Ok(false)
+        for cache in &mut self.caches {
+            cache.trim()?;
+        }
+        self.caches[model].alloc(wants, out)
     }
 
     fn take_back(&mut self, model: usize, released: &[Released]) -> Result<(), Broken> {
         if released.is_empty() {
             return Ok(());
         }
-        let returns: Vec<Return<'_>> = released
-            .iter()
-            .map(
-                |Released {
-                     pool,
-                     owner,
-                     blocks,
-                 }| Return {
-                    pool: *pool,
-                    owner: *owner,
-                    blocks,
-                },
-            )
-            .collect();
+        let returns: Vec<Return<'_>> = released.iter().map(Released::returned).collect();
         self.freed += 1;
         self.caches[model].free(&returns)
+    }
+}
+
+impl Released {
+    fn returned(&self) -> Return<'_> {
+        Return {
+            pool: self.pool,
+            owner: self.owner,
+            blocks: &self.blocks,
+        }
     }
 }
 
@@ -426,6 +427,8 @@ fn served<'s>(sequences: impl Iterator<Item = &'s Sequence>, end: Duration) -> S
         served.rejected += u32::from(sequence.is_rejected);
         served.waited += u32::from(sequence.waited);
         served.preemptions += u64::from(sequence.preemptions);
+        served.retried += u32::from(sequence.retries > 0);
+        served.retries += u64::from(sequence.retries);
         let first = sequence.first_token_at.unwrap_or(end);
         ttft.push(first.saturating_sub(sequence.arrival));
         if let Some(completed) = sequence.completed_at {
@@ -448,10 +451,13 @@ impl Sequence {
             completed_at: self.completed_at,
             waited: self.waited,
             preemptions: self.preemptions,
+            retries: self.retries,
         }
     }
 }
 
+#[cfg(test)]
+mod loss;
 #[cfg(test)]
 mod scenarios;
 #[cfg(test)]

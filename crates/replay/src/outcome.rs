@@ -47,6 +47,10 @@ pub struct Served {
     pub waited: u32,
     /// How often a running request lost its blocks and had to be computed again.
     pub preemptions: u64,
+    /// Requests that were begun anew, once or more, because their content was lost.
+    pub retried: u32,
+    /// How often requests were begun anew for that reason.
+    pub retries: u64,
     /// Prompt tokens that were processed, those of recomputation included.
     pub prefilled_tokens: u64,
     /// Prompt tokens that were there already, in the blocks of a shared prefix.
@@ -70,8 +74,10 @@ pub struct RequestOutcome {
     pub completed_at: Option<Duration>,
     /// Was it held back for lack of memory before it was first admitted?
     pub waited: bool,
-    /// How often it lost its blocks.
+    /// How often it lost its blocks to others.
     pub preemptions: u32,
+    /// How often it was begun anew because its content was lost.
+    pub retries: u32,
 }
 
 /// Memory over the whole run, weighted by time.
@@ -322,6 +328,7 @@ mod tests {
             completed_at: ttft,
             waited: false,
             preemptions: 0,
+            retries: 0,
         };
         let mut outcome = Outcome {
             end: second * 10,

@@ -13,18 +13,20 @@ pub(super) struct Sequence {
     input_tokens: u32,
     /// At least 1.
     output_tokens: u32,
-    /// Tokens generated so far; they survive preemption, their keys and values do not.
+    /// Tokens generated so far; they survive preemption and loss, their keys and values do not.
     pub(super) generated_tokens: u32,
     /// Tokens whose keys and values are in the cache, from the first on.
     pub(super) computed_tokens: u32,
     /// Still computing what was known when it was admitted: the prompt, and what had been
-    /// generated before a preemption.
+    /// generated before it gave up its blocks.
     pub(super) is_prefilling: bool,
     /// Leading blocks of 512 tokens that are held together with others.
     pub(super) shared_prefixes: usize,
     /// Blocks of its own, by pool.
     pub(super) blocks: Vec<Vec<BlockId>>,
     pub(super) preemptions: u32,
+    /// How often it was begun anew because its content was lost.
+    pub(super) retries: u32,
     pub(super) waited: bool,
     pub(super) first_token_at: Option<Duration>,
     pub(super) completed_at: Option<Duration>,
@@ -44,6 +46,7 @@ impl Sequence {
             shared_prefixes: 0,
             blocks: Vec::new(),
             preemptions: 0,
+            retries: 0,
             waited: false,
             first_token_at: None,
             completed_at: None,
@@ -73,7 +76,12 @@ impl Sequence {
     pub(super) const fn owner(&self, request: u32) -> Owner {
         Owner {
             holder: Holder::Request(request),
-            generation: self.preemptions,
+            generation: self.generation(),
         }
+    }
+
+    /// How often it has given up its blocks, for whatever reason.
+    pub(super) const fn generation(&self) -> u32 {
+        self.preemptions.saturating_add(self.retries)
     }
 }

@@ -5,7 +5,7 @@ use std::{collections::VecDeque, time::Duration};
 use kvcached_mapper::PoolId;
 
 use super::{Demand, Engine, Released, Sequence, ServedModel, prefix::Prefixes};
-use crate::{BlockId, Broken, KvCache, PREFIX_TOKENS, Want};
+use crate::{BlockId, Broken, CacheError, KvCache, PREFIX_TOKENS, Return, Want};
 
 /// The requests of one model, by index.
 #[derive(Debug)]
@@ -17,6 +17,8 @@ pub(super) struct Serving {
     step_ends_at: Option<Duration>,
     /// The count of frees at which the head of the queue did not fit.
     blocked_at: Option<u64>,
+    /// Losses of content after which everybody was begun anew.
+    losses: u64,
     /// `None` for a model that cannot share prefixes: its blocks do not divide 512 tokens, or it
     /// keeps a state for each request, which no block of tokens stands for.
     prefixes: Option<Prefixes>,
@@ -34,6 +36,7 @@ impl Serving {
             running: Vec::new(),
             step_ends_at: None,
             blocked_at: None,
+            losses: 0,
             prefixes: shares.then(|| Prefixes::new(block_tokens)),
             prefilled_tokens: 0,
             reused_tokens: 0,
@@ -89,6 +92,20 @@ impl Serving {
 
 impl<'a, C: KvCache> Engine<'a, C> {
     pub(super) fn begin_step(&mut self, model: usize) -> Result<(), Broken> {
+        // What was lost since the last step ended was lost by everybody who is to run in this one.
+        self.restart_after_loss(model)?;
+        match self.fill_step(model) {
+            // Nothing was handed out to whoever asked, and everybody else runs with lost content.
+            Err(CacheError::Lost) | Ok(()) => {}
+            Err(CacheError::Broken(broken)) => return Err(broken),
+            Err(full @ CacheError::Full) => return Err(Broken::new(full)),
+        }
+        self.caches[model].step_end()?;
+        self.restart_after_loss(model)?;
+        Ok(())
+    }
+
+    fn fill_step(&mut self, model: usize) -> Result<(), CacheError> {
         let service = self.models[model].service;
         let budget = service.prefill_budget_tokens.get();
         let mut blocked = self.grow_running(model)?;
@@ -121,10 +138,14 @@ impl<'a, C: KvCache> Engine<'a, C> {
             let decoding = u32::try_from(decoding.count()).unwrap_or(u32::MAX);
             serving.step_ends_at = Some(self.now.saturating_add(service.step(prefilled, decoding)));
         }
-        self.caches[model].step_end()
+        Ok(())
     }
 
     pub(super) fn end_step(&mut self, model: usize) -> Result<(), Broken> {
+        if self.restart_after_loss(model)? {
+            // The step has failed with the rank that was lost; nothing came of it.
+            return Ok(());
+        }
         let now = self.now;
         let mut released = Vec::new();
         let running = std::mem::take(&mut self.serving[model].running);
@@ -163,7 +184,7 @@ impl<'a, C: KvCache> Engine<'a, C> {
 
     /// Gives every running sequence that generates the blocks for its next token. `true`: the
     /// cache was full, and somebody had to give way.
-    fn grow_running(&mut self, model: usize) -> Result<bool, Broken> {
+    fn grow_running(&mut self, model: usize) -> Result<bool, CacheError> {
         let mut was_full = false;
         let mut nth = 0;
         while let Some(&request) = self.serving[model].running.get(nth) {
@@ -174,11 +195,14 @@ impl<'a, C: KvCache> Engine<'a, C> {
             }
             let mut blocks = Vec::new();
             loop {
-                if self.hand_out(model, &wants, &mut blocks)? {
-                    self.sequences[request].keep(&wants, &blocks);
-                    break;
+                match self.hand_out(model, &wants, &mut blocks) {
+                    Ok(()) => {
+                        self.sequences[request].keep(&wants, &blocks);
+                        break;
+                    }
+                    Err(CacheError::Full) => was_full = true,
+                    Err(other) => return Err(other),
                 }
-                was_full = true;
                 let victim = self.serving[model].running.pop();
                 let victim = victim.expect("the sequence that grows is one of those that run");
                 self.preempt(model, victim)?;
@@ -236,7 +260,7 @@ impl<'a, C: KvCache> Engine<'a, C> {
     }
 
     /// Admits the head of the queue, if all its blocks can be had. `None`: the cache is full.
-    fn admit(&mut self, model: usize) -> Result<Option<usize>, Broken> {
+    fn admit(&mut self, model: usize) -> Result<Option<usize>, CacheError> {
         let Some(request) = self.serving[model].head() else {
             return Ok(None);
         };
@@ -248,8 +272,10 @@ impl<'a, C: KvCache> Engine<'a, C> {
         let prefix_wants = wants.len();
         wants.extend(self.private_wants(model, request, ids.len()));
         let mut blocks = Vec::new();
-        if !self.hand_out(model, &wants, &mut blocks)? {
-            return Ok(None);
+        match self.hand_out(model, &wants, &mut blocks) {
+            Ok(()) => {}
+            Err(CacheError::Full) => return Ok(None),
+            Err(other) => return Err(other),
         }
         let (prefix_wants, private_wants) = wants.split_at(prefix_wants);
         let prefix_blocks = prefix_wants.iter().map(|want| want.blocks as usize).sum();
@@ -325,6 +351,31 @@ impl<'a, C: KvCache> Engine<'a, C> {
         self.take_back(model, &released)
     }
 
+    /// Begins everybody who runs anew, if content was lost since that was last done. `true`: it was.
+    fn restart_after_loss(&mut self, model: usize) -> Result<bool, Broken> {
+        let losses = self.caches[model].losses()?;
+        if losses == self.serving[model].losses {
+            return Ok(false);
+        }
+        self.serving[model].losses = losses;
+        self.serving[model].step_ends_at = None;
+        let mut released = Vec::new();
+        // The oldest comes to stand at the head of the queue.
+        while let Some(request) = self.serving[model].running.pop() {
+            self.release(model, request, &mut released);
+            let sequence = &mut self.sequences[request];
+            sequence.retries += 1;
+            sequence.computed_tokens = 0;
+            self.serving[model].waiting.push_front(request);
+        }
+        if !released.is_empty() {
+            self.freed += 1;
+            let returns: Vec<Return<'_>> = released.iter().map(Released::returned).collect();
+            self.caches[model].drop_lost(&returns)?;
+        }
+        Ok(true)
+    }
+
     fn release(&mut self, model: usize, request: usize, released: &mut Vec<Released>) {
         let sequence = &mut self.sequences[request];
         let owner = sequence.owner(request_id(request));
@@ -358,11 +409,11 @@ impl<'a, C: KvCache> Engine<'a, C> {
     fn note_waiting(&mut self, model: usize) {
         for &request in self.serving[model].waiting.iter().rev() {
             let sequence = &mut self.sequences[request];
-            // Those ahead were noted with this one, or were admitted before and preempted.
+            // Those ahead were noted with this one, or were admitted before and came back.
             if sequence.waited {
                 return;
             }
-            sequence.waited = sequence.preemptions == 0;
+            sequence.waited = sequence.generation() == 0;
         }
     }
 }

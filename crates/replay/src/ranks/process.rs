@@ -156,6 +156,8 @@ fn run_alone(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
                     }
                     Err(CacheError::Full) => Answer::Full(state(&cache)),
                     Err(CacheError::Broken(broken)) => return Err(broken.into()),
+                    // Not here: nobody else has a part in this cache.
+                    Err(lost @ CacheError::Lost) => return Err(Broken::new(lost).into()),
                 }
             }
             Order::Free(returns) => {
