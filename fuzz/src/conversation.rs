@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvcached_mapper::{
     Cold, KvBuffers, Layout, LocalMapper, PageId, PageRun, PageSize, PoolId, PoolSpec, Rank, Stage,
 };
-use kvcached_tp_ipc::wire::{self, Reply, WorkerMessage, push_hello, push_request};
+use kvcached_tp_ipc::wire::{self, Command, Reply, WorkerMessage, push_hello, push_request};
 use kvcached_tp_ipc::{
     Conversation, ConversationEnd, FrameDecoder, FrameError, GeometryDigest, Hello, Operation,
     ServedPool, ServedRank, SessionId,
@@ -88,7 +88,8 @@ struct Worker {
     mapper: Arc<LocalMapper<Mock>>,
     rank: ServedRank,
     conversation: Conversation,
-    greeted: bool,
+    /// Of the coordinator that was welcomed.
+    session: Option<SessionId>,
 }
 
 impl Worker {
@@ -124,7 +125,7 @@ impl Worker {
             mapper,
             rank: ServedRank::new(instance, stage, rank, [served]),
             conversation: Conversation::default(),
-            greeted: false,
+            session: None,
         }
     }
 
@@ -140,37 +141,37 @@ impl Worker {
         };
         let answers = payloads(|whole| whole.append(&mut out));
         let changed = self.mapper.mapped() != before;
-        if !self.greeted {
-            assert!(!changed, "nothing is done for a stranger");
-            let [greeting] = &answers[..] else {
-                panic!("a greeting is one frame, not {}", answers.len());
-            };
-            let greeting = wire::read_greeting(greeting).expect("a greeting");
-            let said = greeting.map(drop).map_err(ConversationEnd::Refused);
-            assert_eq!(said, result);
-            self.greeted = result.is_ok();
-        } else {
-            let message = answers.first().map(|message| wire::read_message(message));
-            let message = message.transpose().expect("a message");
-            assert!(answers.len() <= 1, "one request, one answer");
-            match (&result, message) {
-                (Err(ConversationEnd::Violation { reason }), message) => {
-                    let told = WorkerMessage::Violation {
-                        reason: reason.clone(),
-                    };
-                    assert_eq!(message, Some(told));
-                    assert!(!changed, "a violation changes nothing");
+        match self.session {
+            None => {
+                assert!(!changed, "nothing is done for a stranger");
+                self.session = greeted(frame.unwrap_or_default(), &answers, &result);
+            }
+            Some(session) => {
+                let request = frame.ok().and_then(|frame| wire::read_request(frame).ok());
+                let request = request.filter(|request| request.session == session);
+                let reply = answered(&answers, &result);
+                assert!(
+                    request.is_some() || result.is_err(),
+                    "not a request of its session"
+                );
+                match (reply, request) {
+                    (Some(Reply::Done), Some(request)) => self.check_done(&request.command),
+                    (reply, _) => assert!(!changed, "{reply:?}, and something changed"),
                 }
-                (Err(end), _) => panic!("{end} after a welcome"),
-                (Ok(()), Some(WorkerMessage::Reply { reply, .. })) => {
-                    assert!(!changed || reply == Reply::Done, "{reply:?}, but done");
-                }
-                (Ok(()), None) => assert!(!changed && self.conversation.is_unfinished()),
-                (Ok(()), Some(message)) => panic!("{message:?} and no end"),
             }
         }
         self.check_memory();
         result.is_ok()
+    }
+
+    /// What was asked for last is so.
+    fn check_done(&self, command: &Command<'_>) {
+        let mapped = self.mapper.mapped();
+        match command {
+            Command::Map { runs, .. } => assert!(runs.0.iter().all(|run| mapped.contains(run))),
+            Command::Unmap { runs, .. } => assert!(!runs.0.iter().any(|run| mapped.contains(run))),
+            other => panic!("{other:?} is not done but answered"),
+        }
     }
 
     /// Its memory is that of the mapped runs, which are runs of the pool.
@@ -186,12 +187,53 @@ impl Worker {
     /// The connection is gone: the next coordinator is served, and nothing is left in the end.
     fn end(mut self) {
         std::mem::take(&mut self.conversation).end(&mut self.rank);
-        self.greeted = false;
+        self.session = None;
         for payload in payloads(|out| push_hello(out, &hello(SessionId(u64::MAX)))) {
             assert!(self.hear(Ok(&payload)), "the next coordinator is served");
         }
         let device = self.device.clone();
         drop(self);
         assert_eq!(device.live_chunks(), 0, "memory is left");
+    }
+}
+
+/// The session that was welcomed, if one was, as it was told.
+fn greeted(
+    hello: &[u8],
+    answers: &[Vec<u8>],
+    result: &Result<(), ConversationEnd>,
+) -> Option<SessionId> {
+    let [greeting] = answers else {
+        panic!("a greeting is one frame, not {}", answers.len());
+    };
+    match wire::read_greeting(greeting).expect("a greeting") {
+        Ok(welcome) => {
+            assert_eq!(*result, Ok(()));
+            assert_eq!(wire::read_hello(hello), Ok(welcome.clone()));
+            Some(welcome.session)
+        }
+        Err(refusal) => {
+            assert_eq!(*result, Err(ConversationEnd::Refused(refusal)));
+            None
+        }
+    }
+}
+
+/// The reply to a request, if there is one yet: to a part of a batch there is none.
+fn answered(answers: &[Vec<u8>], result: &Result<(), ConversationEnd>) -> Option<Reply> {
+    assert!(answers.len() <= 1, "one request, one answer");
+    let message = answers.first().map(|message| wire::read_message(message));
+    let message = message.transpose().expect("a message");
+    match (result, message) {
+        (Ok(()), Some(WorkerMessage::Reply { reply, .. })) => Some(reply),
+        (Ok(()), None) => None,
+        (
+            Err(ConversationEnd::Violation { reason }),
+            Some(WorkerMessage::Violation { reason: told }),
+        ) => {
+            assert_eq!(*reason, told);
+            None
+        }
+        (result, message) => panic!("{result:?} answered with {message:?}"),
     }
 }

@@ -220,6 +220,8 @@ fn conversations() -> Vec<Vec<u8>> {
         let last = good.get(before.saturating_sub(1)..before);
         inputs.push([&head[..], &framed(last.unwrap_or_default())].concat());
     }
+    let stranger = payloads(|out| push_request(out, SessionId(6), 1, Operation::Ready));
+    inputs.push([&[1, 255][..], &framed(&stranger)].concat());
     // Between two requests, what is none.
     inputs.push([&[2, 255][..], &framed(&good[2..4]), &[0; 4]].concat());
     inputs.push([&[1, 255][..], &framed(&[b"nobody's".to_vec()])].concat());
