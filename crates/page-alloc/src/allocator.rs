@@ -70,6 +70,8 @@ struct Books {
     fence: Option<Vec<Suspect>>,
     /// How often its health was looked at.
     looks: u64,
+    /// Repairs under way, which may be about to count a loss.
+    repairs: u32,
     /// The mapper refused to unmap what is in flight, and no epoch has retired since.
     in_flight: bool,
 }
@@ -136,6 +138,7 @@ impl PageAllocator {
                 totals: Totals::default(),
                 fence: None,
                 looks: 0,
+                repairs: 0,
                 in_flight: false,
             }),
             fenced: AtomicBool::new(false),

@@ -32,16 +32,21 @@ impl PageAllocator {
     /// The first place that could not be mended. Nothing was taken out of quarantine; the fence is
     /// as the mapper says by now.
     pub fn repair(&self) -> Result<Repaired, MapError> {
-        let doubts: Vec<Doubt> = self.with_books(|books| books.table.quarantined().collect());
+        let doubts: Vec<Doubt> = self.with_books(|books| {
+            books.repairs += 1;
+            books.table.quarantined().collect()
+        });
         let runs: Vec<PageRun> = doubts.iter().map(|doubt| doubt.run).collect();
         let result = self.mapper.reconcile(&runs);
-        if let Ok(Reconciled { lost, .. }) = &result
-            && !lost.is_empty()
-        {
+        let lost = result.as_ref().is_ok_and(|done| !done.lost.is_empty());
+        self.with_books(|books| {
             // Before the fence may fall, and under the lock, so that who is handed pages again can
             // know.
-            self.with_books(|_| self.contents_lost.fetch_add(1, Ordering::Relaxed));
-        }
+            if lost {
+                self.contents_lost.fetch_add(1, Ordering::Relaxed);
+            }
+            books.repairs -= 1;
+        });
         self.look();
         let Reconciled { cold, mapped, lost } = result?;
         let found = |run: &PageRun| {
@@ -99,7 +104,7 @@ impl PageAllocator {
         self.contents_lost.load(Ordering::Relaxed)
     }
 
-    /// Looks at the mapper's health, and raises or lowers the fence.
+    /// Looks at the mapper's health, and raises the fence, or lowers it if no repair is under way.
     pub(super) fn look(&self) -> Health {
         let mut looks = self.with_books(|books| books.looks);
         loop {
@@ -108,10 +113,13 @@ impl PageAllocator {
                 let mine = books.looks == looks;
                 if mine {
                     books.looks += 1;
-                    books.fence = match &health {
-                        Health::Fenced { ranks, .. } => Some(ranks.clone()),
-                        Health::Healthy | Health::Degraded { .. } => None,
-                    };
+                    match &health {
+                        Health::Fenced { ranks, .. } => books.fence = Some(ranks.clone()),
+                        // It may be healthy thanks to a repair that has a loss to count first. The
+                        // last repair looks again when it has.
+                        Health::Healthy | Health::Degraded { .. } if books.repairs > 0 => {}
+                        Health::Healthy | Health::Degraded { .. } => books.fence = None,
+                    }
                     self.fenced.store(books.fence.is_some(), Ordering::Relaxed);
                 }
                 looks = books.looks;

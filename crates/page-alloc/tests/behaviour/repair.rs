@@ -220,6 +220,29 @@ fn a_loss_is_counted_once_and_before_the_fence_falls() {
 }
 
 #[test]
+fn a_look_in_the_middle_of_a_repair_lowers_no_fence_before_the_loss_is_counted() {
+    let pool = Pool::new(8);
+    pool.fence();
+    pool.pages.health();
+    pool.mapper.lose_content(Stage(0), Rank(1));
+    pool.mapper.set_health(Health::Healthy);
+    // The ranks are mended, and the repair has not heard of it yet: another thread looks, and a
+    // third repairs.
+    let other = Arc::clone(&pool.pages);
+    pool.mapper.once_answered(move || {
+        for _ in 0..2 {
+            assert_eq!(other.health(), Health::Healthy);
+            assert!(other.is_fenced(), "nobody was told of the loss yet");
+            assert_eq!(other.repair().expect("all is well").lost, []);
+        }
+        assert_eq!(other.contents_lost(), 0);
+    });
+    assert_eq!(repair(&pool).lost, [(Stage(0), Rank(1))]);
+    assert_eq!(pool.pages.contents_lost(), 1);
+    assert!(!pool.pages.is_fenced());
+}
+
+#[test]
 fn a_doubt_that_somebody_else_settled_is_left_alone_even_if_the_run_is_in_doubt_again() {
     let pool = Pool::new(4);
     pool.mapper.fail(Call::Map, 0, doubtful(vec![run(0, 4)]));
