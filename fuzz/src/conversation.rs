@@ -2,14 +2,16 @@
 //! of one pool, and what it refuses changed nothing.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvcached_mapper::{
-    Cold, KvBuffers, Layout, LocalMapper, PageId, PageRun, PageSize, PoolId, PoolSpec, Rank, Stage,
+    After, Cold, Epoch, KvBuffers, Layout, LocalMapper, PageId, PageRun, PageSize, PoolId,
+    PoolSpec, Rank, Stage,
 };
-use kvcached_tp_ipc::wire::{self, Command, Reply, WorkerMessage, push_hello, push_request};
+use kvcached_tp_ipc::wire::{self, Command, Reply, Verb, WorkerMessage, push_hello, push_request};
 use kvcached_tp_ipc::{
-    Conversation, ConversationEnd, FrameDecoder, FrameError, GeometryDigest, Hello, Operation,
-    ServedPool, ServedRank, SessionId,
+    Conversation, ConversationEnd, FrameDecoder, FrameError, GeometryDigest, Hello, ServedPool,
+    ServedRank, SessionId,
 };
 use kvcached_vmm::{Mock, MockConfig};
 
@@ -50,20 +52,28 @@ pub fn conversation(input: &[u8]) {
 pub(super) fn good() -> Vec<Vec<u8>> {
     let run = |first, count| PageRun::new(PageId(first), count).expect("a run");
     let (head, tail) = (run(0, 4), run(8, 2));
-    let operations = [
-        Operation::Ready,
-        Operation::Headroom,
-        Operation::Map(&[head, tail]),
-        Operation::Map(&[run(4, 1)]),
-        Operation::Unmap(&[head]),
-        Operation::Map(&[run(0, 4), run(10, 6)]),
-        Operation::Unmap(&[run(5, 1)]),
-        Operation::Unmap(&[tail, run(4, 1)]),
+    let requests = [
+        (1, Verb::Resync(&[run(7, 1)])),
+        (2, Verb::Ready),
+        (3, Verb::Headroom),
+        (4, Verb::Map(&[head, tail])),
+        (5, Verb::Map(&[run(4, 1)])),
+        (6, Verb::Prepare(&[head], After::DEVICE)),
+        (6, Verb::Commit),
+        (7, Verb::Map(&[run(0, 4), run(10, 6)])),
+        (8, Verb::Prepare(&[run(5, 1)], After::NOTHING)),
+        (9, Verb::Prepare(&[tail, run(4, 1)], After::epoch(Epoch(3)))),
+        (10, Verb::Prepare(&[tail, run(4, 1)], After::NOTHING)),
+        (10, Verb::Undo),
+        (11, Verb::Map(&[run(0, 1)])),
+        (11, Verb::Map(&[run(0, 1)])),
+        (11, Verb::Undo),
+        (12, Verb::Resync(&[tail, run(12, 1)])),
     ];
     payloads(|out| {
         push_hello(out, &hello(SESSION));
-        for (operation, sequence) in operations.into_iter().zip(1..) {
-            push_request(out, SESSION, sequence, operation);
+        for (sequence, verb) in requests {
+            push_request(out, SESSION, sequence, verb);
         }
     })
 }
@@ -79,6 +89,11 @@ fn hello(session: SessionId) -> Hello {
         geometry: GeometryDigest::new(PAGES, PAGE_BYTES, BLOCK_BYTES),
         session,
     }
+}
+
+#[expect(clippy::disallowed_methods, reason = "any moment will do")]
+fn now() -> Instant {
+    Instant::now()
 }
 
 /// A rank with one pool, on a device that only counts.
@@ -154,8 +169,13 @@ impl Worker {
                     request.is_some() || result.is_err(),
                     "not a request of its session"
                 );
-                match (reply, request) {
-                    (Some(Reply::Done), Some(request)) => self.check_done(&request.command),
+                match (reply, request.map(|request| request.command)) {
+                    (Some(Reply::Done | Reply::Prepared), Some(command)) => {
+                        self.check_done(&command);
+                    }
+                    (Some(Reply::Undone | Reply::Resynced { .. }), _) => {}
+                    // It does what it can, and the next one does the rest.
+                    (Some(Reply::Failed { .. }), Some(Command::Resync { .. })) => {}
                     (reply, _) => assert!(!changed, "{reply:?}, and something changed"),
                 }
             }
@@ -169,7 +189,9 @@ impl Worker {
         let mapped = self.mapper.mapped();
         match command {
             Command::Map { runs, .. } => assert!(runs.0.iter().all(|run| mapped.contains(run))),
-            Command::Unmap { runs, .. } => assert!(!runs.0.iter().any(|run| mapped.contains(run))),
+            Command::Prepare { runs, .. } => {
+                assert!(!runs.0.iter().any(|run| mapped.contains(run)));
+            }
             other => panic!("{other:?} is not done but answered"),
         }
     }
@@ -180,17 +202,24 @@ impl Worker {
         assert!(mapped.is_sorted_by(|one, next| one.end() <= next.first()));
         assert!(mapped.iter().all(|run| run.end().0 <= PAGES), "{mapped:?}");
         assert_eq!(self.mapper.in_doubt(), []);
-        assert_eq!(self.device.used_bytes(), self.mapper.mapped_bytes());
+        // What is prepared has memory, too.
+        assert!(self.device.used_bytes() >= self.mapper.mapped_bytes());
         assert_eq!(self.device.violations(), []);
     }
 
     /// The connection is gone: the next coordinator is served, and nothing is left in the end.
     fn end(mut self) {
-        std::mem::take(&mut self.conversation).end(&mut self.rank);
+        std::mem::take(&mut self.conversation).end(&mut self.rank, now());
         self.session = None;
-        for payload in payloads(|out| push_hello(out, &hello(SessionId(u64::MAX)))) {
+        let session = SessionId(u64::MAX);
+        for payload in payloads(|out| {
+            push_hello(out, &hello(session));
+            push_request(out, session, u64::MAX, Verb::Resync(&[]));
+        }) {
             assert!(self.hear(Ok(&payload)), "the next coordinator is served");
         }
+        let left = self.device.used_bytes();
+        assert_eq!(left, 0, "the next coordinator starts from nothing");
         let device = self.device.clone();
         drop(self);
         assert_eq!(device.live_chunks(), 0, "memory is left");

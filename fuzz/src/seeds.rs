@@ -1,12 +1,12 @@
 //! What fuzzing sets out from: real encodings of every kind of message, and lines of every format
 //! of trace, good ones and ones that are just not.
 
-use kvcached_mapper::{PageId, PageRun, PoolId, Rank, Stage};
+use kvcached_mapper::{After, Epoch, PageId, PageRun, PoolId, Rank, Stage};
 use kvcached_tp_ipc::wire::{
-    Doubt, Failure, Reply, Runs, WorkerMessage, push_hello, push_message, push_refusal,
-    push_request, push_welcome,
+    Failure, Part, Reply, Runs, RunsDigest, Verb, WorkerMessage, push_hello, push_message,
+    push_refusal, push_request, push_welcome,
 };
-use kvcached_tp_ipc::{GeometryDigest, Hello, Operation, Refusal, SessionId, push_frame};
+use kvcached_tp_ipc::{GeometryDigest, Hello, Refusal, SessionId, push_frame};
 
 use super::conversation::good;
 use super::wire::payloads;
@@ -120,6 +120,10 @@ fn greetings() -> Vec<Vec<u8>> {
             worker: small.geometry,
         },
         Refusal::Taken { pool: 1 },
+        Refusal::Superseded { pool: 700 },
+        Refusal::Unable {
+            reason: "no device".to_owned(),
+        },
         Refusal::NoHello {
             reason: "does not begin".to_owned(),
         },
@@ -145,18 +149,22 @@ fn run(first: u32, count: u32) -> PageRun {
 
 fn requests() -> Vec<Vec<u8>> {
     let runs = [run(0, 1), run(200, 70_000), run(u32::MAX - 1, 1)];
-    let operations = [
-        Operation::Ready,
-        Operation::Headroom,
-        Operation::Map(&runs[..1]),
-        Operation::Map(&runs),
-        Operation::Unmap(&runs[1..2]),
-        Operation::Unmap(&runs),
+    let verbs = [
+        Verb::Ready,
+        Verb::Headroom,
+        Verb::Map(&runs[..1]),
+        Verb::Map(&runs),
+        Verb::Prepare(&runs[1..2], After::DEVICE),
+        Verb::Prepare(&runs, After::epoch(Epoch(u64::MAX))),
+        Verb::Commit,
+        Verb::Undo,
+        Verb::Resync(&[]),
+        Verb::Resync(&runs),
     ];
     let mut requests = payloads(|out| {
-        for operation in operations {
-            push_request(out, SessionId(5), 1, operation);
-            push_request(out, SessionId(u64::MAX), u64::MAX, operation);
+        for verb in verbs {
+            push_request(out, SessionId(5), 1, verb);
+            push_request(out, SessionId(u64::MAX), u64::MAX, verb);
         }
     });
     let cut_short = requests[7][..12].to_vec();
@@ -170,14 +178,24 @@ fn messages() -> Vec<Vec<u8>> {
         Failure::OutOfMemory,
         Failure::State { reason: reason() },
         Failure::Vmm { reason: reason() },
+        Failure::InFlight { epoch: 300 },
     ];
     let doubts = [
-        Doubt::Nothing,
-        Doubt::Runs(Runs(vec![run(1, 2), run(300, 1)].into())),
-        Doubt::Batch,
+        Part::Nothing,
+        Part::Runs(Runs(vec![run(1, 2), run(300, 1)].into())),
+        Part::Whole,
+        Part::Nothing,
     ];
     let mut replies = vec![
         Reply::Done,
+        Reply::Prepared,
+        Reply::Committed,
+        Reply::Undone,
+        Reply::Resynced {
+            digest: RunsDigest::new([run(1, 2)]),
+            remade: Part::Whole,
+            in_doubt: Runs(vec![run(1, 2), run(300, 1)].into()),
+        },
         Reply::Ready,
         Reply::NotReady { reason: reason() },
         Reply::Headroom(None),
@@ -220,7 +238,7 @@ fn conversations() -> Vec<Vec<u8>> {
         let last = good.get(before.saturating_sub(1)..before);
         inputs.push([&head[..], &framed(last.unwrap_or_default())].concat());
     }
-    let stranger = payloads(|out| push_request(out, SessionId(6), 1, Operation::Ready));
+    let stranger = payloads(|out| push_request(out, SessionId(6), 1, Verb::Ready));
     inputs.push([&[1, 255][..], &framed(&stranger)].concat());
     // Between two requests, what is none.
     inputs.push([&[2, 255][..], &framed(&good[2..4]), &[0; 4]].concat());

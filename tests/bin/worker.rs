@@ -36,6 +36,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         pools: vec![(PoolId(0), spec)],
         cold: Cold::Unbacked,
         ipc_timeout: Duration::from_secs(20),
+        orphan_timeout: Duration::from_secs(20),
+        retire_timeout: Duration::from_secs(1),
+        ready_timeout: Duration::from_secs(20),
     };
     match device.split_once(':') {
         Some(("host", bytes)) => serve(

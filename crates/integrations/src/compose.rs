@@ -10,8 +10,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvcached_mapper::{Cold, Geometry, LocalMapper, MapError, Mapper, NotReady, PoolId};
-use kvcached_mapper::{Rank, Stage};
+use kvcached_mapper::{
+    Cold, Geometry, LocalMapper, MapError, Mapper, NotReady, PoolId, Rank, RankMapper, Stage,
+};
 use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, ConnectError, Deadline, GeometryDigest, InstanceName, RuntimeDir,
     RuntimeDirError, SessionId, Topology,
@@ -133,7 +134,7 @@ pub fn compose<D: Driver>(
     };
     let part = local
         .as_ref()
-        .map(|local| Arc::clone(local) as Arc<dyn Mapper>);
+        .map(|local| Arc::clone(local) as Arc<dyn RankMapper>);
     let mapper = compose_over(config, pool, geometry, part, ready_by)?;
     Ok(Composed { mapper, local })
 }
@@ -146,7 +147,7 @@ pub fn compose_over(
     config: &MapperConfig,
     pool: PoolId,
     geometry: &Geometry,
-    local: Option<Arc<dyn Mapper>>,
+    local: Option<Arc<dyn RankMapper>>,
     ready_by: Deadline,
 ) -> Result<Arc<dyn Mapper>, ComposeError> {
     if let (Some((stage, rank)), None) = (config.topology.local(), &local) {
@@ -155,7 +156,7 @@ pub fn compose_over(
     if let Some(local) = &local
         && config.topology.remotes().next().is_none()
     {
-        return Ok(Arc::clone(local));
+        return Ok(Arc::<dyn RankMapper>::clone(local));
     }
     let broadcast = BroadcastConfig {
         instance: config.instance.clone(),

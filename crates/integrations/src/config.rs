@@ -53,6 +53,10 @@ pub struct Config {
     pub max_run: MaxRun,
     /// How long to wait for another rank's answer.
     pub ipc_timeout: Duration,
+    /// How long a worker keeps what is mapped after its coordinator is gone.
+    pub orphan_timeout: Duration,
+    /// How long a rank waits for an epoch to retire before it refuses to unmap.
+    pub retire_timeout: Duration,
     /// How long to wait at start for every rank.
     pub ready_timeout: Duration,
     /// Where the memory is.
@@ -198,6 +202,12 @@ impl Config {
             ipc_timeout: settings
                 .parse("KVCACHED_IPC_TIMEOUT", seconds)?
                 .unwrap_or(Duration::from_secs(60)),
+            orphan_timeout: settings
+                .parse("KVCACHED_ORPHAN_TIMEOUT", seconds)?
+                .unwrap_or(Duration::from_secs(30)),
+            retire_timeout: settings
+                .parse("KVCACHED_RETIRE_TIMEOUT", seconds)?
+                .unwrap_or(Duration::from_secs(1)),
             ready_timeout: settings
                 .parse("KVCACHED_READY_TIMEOUT", seconds)?
                 .unwrap_or(Duration::from_secs(60)),
@@ -220,6 +230,8 @@ impl Config {
             max_reserved_pages = self.reserve.max,
             max_run = %self.max_run,
             ipc_timeout_s = self.ipc_timeout.as_secs_f64(),
+            orphan_timeout_s = self.orphan_timeout.as_secs_f64(),
+            retire_timeout_s = self.retire_timeout.as_secs_f64(),
             ready_timeout_s = self.ready_timeout.as_secs_f64(),
             device = %self.device,
             "configuration"

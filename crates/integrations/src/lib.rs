@@ -118,4 +118,4 @@ pub use scheduler::{
     StartError,
 };
 pub use size::{ByteSize, ParseSizeError};
-pub use worker::{Worker, WorkerConfig, WorkerError};
+pub use worker::{Worker, WorkerConfig, WorkerError, announce_failure};

@@ -10,11 +10,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvcached_mapper::{
-    Cold, LayoutError, LocalMapper, MapError, Mapper, PoolId, PoolSpec, Rank, Stage,
+    Cold, Epochs, LayoutError, LocalMapper, MapError, PoolId, PoolSpec, Rank, RankMapper, Stage,
 };
 use kvcached_tp_ipc::{
-    BindError, Endpoint, EndpointDir, InstanceName, RuntimeDir, RuntimeDirError, ServedPool,
-    Server, ServerConfig, StopHandle,
+    BindError, Deadline, Endpoint, EndpointDir, InstanceName, RuntimeDir, RuntimeDirError,
+    ServedPool, Server, ServerConfig, StopHandle,
 };
 use kvcached_vmm::Driver;
 use thiserror::Error;
@@ -27,8 +27,12 @@ use crate::config::Config;
 pub struct Worker<D: Driver> {
     serving: Serving,
     endpoint: Endpoint,
-    mappers: Vec<(PoolId, Arc<LocalMapper<D>>)>,
+    mappers: Mappers<D>,
+    epochs: Arc<Epochs>,
 }
+
+/// The part of each pool that is on this rank.
+type Mappers<D> = Vec<(PoolId, Arc<LocalMapper<D>>)>;
 
 /// What a [`Worker`] is made from.
 #[derive(Debug, Clone)]
@@ -47,6 +51,12 @@ pub struct WorkerConfig {
     pub cold: Cold,
     /// How long the coordinator may take to finish what it began to say.
     pub ipc_timeout: Duration,
+    /// How long what is mapped outlives the coordinator's connection.
+    pub orphan_timeout: Duration,
+    /// How long to wait for an epoch to retire before an unmap is refused.
+    pub retire_timeout: Duration,
+    /// How long a worker that cannot begin waits for its coordinator, to tell it why.
+    pub ready_timeout: Duration,
 }
 
 /// Why there is no worker. Whatever was begun is undone.
@@ -84,6 +94,9 @@ pub enum WorkerError {
     /// No socket.
     #[error(transparent)]
     Bind(#[from] BindError),
+    /// The system does not let it serve.
+    #[error("cannot serve: {0}")]
+    Serve(#[source] io::Error),
     /// The system gives no thread.
     #[error("cannot start the thread that serves: {0}")]
     Thread(#[source] io::Error),
@@ -114,6 +127,9 @@ impl WorkerConfig {
             pools,
             cold: config.cold,
             ipc_timeout: config.ipc_timeout,
+            orphan_timeout: config.orphan_timeout,
+            retire_timeout: config.retire_timeout,
+            ready_timeout: config.ready_timeout,
         }
     }
 }
@@ -121,40 +137,38 @@ impl WorkerConfig {
 impl<D: Driver> Worker<D> {
     /// Reserves the tensors' addresses and starts to listen.
     ///
+    /// A worker that cannot begin first tells its coordinator why, so that the start of the whole
+    /// instance ends with that reason; it waits for it no longer than the ready time-out.
+    ///
     /// # Errors
     /// [`WorkerError`]; nothing is left running or listening.
     pub fn start(config: WorkerConfig, driver: &Arc<D>) -> Result<Self, WorkerError> {
-        let granularity = driver.properties().granularity;
-        let mut mappers: Vec<(PoolId, Arc<LocalMapper<D>>)> = Vec::new();
-        let mut served = Vec::new();
-        for (pool, spec) in &config.pools {
-            let pool = *pool;
-            if mappers.iter().any(|(known, _)| *known == pool) {
-                return Err(WorkerError::PoolTwice { pool });
+        let epochs = Arc::new(Epochs::new(config.retire_timeout));
+        let mappers = match make_mappers(&config, driver, &epochs) {
+            Ok(mappers) => mappers,
+            Err(error) => {
+                announce_failure(&config, &error.to_string());
+                return Err(error);
             }
-            let geometry = spec
-                .resolve(granularity)
-                .map_err(|source| WorkerError::Layout { pool, source })?;
-            let mapper = LocalMapper::new(Arc::clone(driver), geometry.clone(), config.cold)
-                .map_err(|source| WorkerError::Mapper { pool, source })?;
-            let mapper = Arc::new(mapper);
-            let serving: Arc<dyn Mapper> = Arc::<LocalMapper<D>>::clone(&mapper);
-            served.push(ServedPool {
-                pool,
-                geometry: digest(&geometry),
-                mapper: serving,
-            });
-            mappers.push((pool, mapper));
-        }
-        if mappers.is_empty() {
-            return Err(WorkerError::NoPools);
-        }
-        let (serving, endpoint) = Serving::start(&config, served)?;
+        };
+        let served = mappers.iter().map(|(pool, mapper)| ServedPool {
+            pool: *pool,
+            geometry: digest(mapper.geometry()),
+            mapper: Arc::clone(mapper) as Arc<dyn RankMapper>,
+        });
+        let (serving, endpoint) = Serving::start(&config, served.collect())?;
         Ok(Self {
             serving,
             endpoint,
             mappers,
+            epochs,
         })
+    }
+
+    /// Which epochs have retired on this rank: whoever launches its work says so there.
+    #[must_use]
+    pub const fn epochs(&self) -> &Arc<Epochs> {
+        &self.epochs
     }
 
     /// Where it listens.
@@ -183,6 +197,60 @@ impl<D: Driver> Worker<D> {
     }
 }
 
+/// Tells the coordinator that this rank cannot begin, so that it need not wait for it; waits for
+/// that no longer than the ready time-out. For processes that fail before they have a driver;
+/// [`Worker::start`] does it by itself.
+pub fn announce_failure(config: &WorkerConfig, reason: &str) {
+    let announce = || -> Result<bool, WorkerError> {
+        let directory = RuntimeDir::open(&config.runtime_dir)?.instance(&config.instance)?;
+        let place = (config.stage, config.rank);
+        let mut server = Server::bind_unable(
+            &directory.endpoint(config.stage, config.rank),
+            config.instance.clone(),
+            place,
+            reason.to_owned(),
+            config.ipc_timeout,
+        )?;
+        let told = server.run_until_told(Deadline::after(config.ready_timeout));
+        drop(server);
+        if let Err(error) = directory.remove_if_empty() {
+            tracing::debug!(%error, "the directory of the sockets stays");
+        }
+        told.map_err(WorkerError::Serve)
+    };
+    match announce() {
+        Ok(true) => {}
+        Ok(false) => tracing::warn!("no coordinator came to be told that this rank cannot begin"),
+        Err(error) => tracing::warn!(%error, "cannot tell the coordinator"),
+    }
+}
+
+/// A mapper for every pool.
+fn make_mappers<D: Driver>(
+    config: &WorkerConfig,
+    driver: &Arc<D>,
+    epochs: &Arc<Epochs>,
+) -> Result<Mappers<D>, WorkerError> {
+    let granularity = driver.properties().granularity;
+    let mut mappers: Mappers<D> = Vec::new();
+    for (pool, spec) in &config.pools {
+        let pool = *pool;
+        if mappers.iter().any(|(known, _)| *known == pool) {
+            return Err(WorkerError::PoolTwice { pool });
+        }
+        let geometry = spec
+            .resolve(granularity)
+            .map_err(|source| WorkerError::Layout { pool, source })?;
+        let mapper = LocalMapper::new(Arc::clone(driver), geometry, config.cold)
+            .map_err(|source| WorkerError::Mapper { pool, source })?;
+        mappers.push((pool, Arc::new(mapper.with_epochs(Arc::clone(epochs)))));
+    }
+    match mappers.is_empty() {
+        true => Err(WorkerError::NoPools),
+        false => Ok(mappers),
+    }
+}
+
 impl Serving {
     #[expect(
         clippy::disallowed_methods,
@@ -199,6 +267,7 @@ impl Serving {
             rank: config.rank,
             pools,
             timeout: config.ipc_timeout,
+            orphan_timeout: config.orphan_timeout,
         };
         let directory = runtime_dir.instance(&config.instance)?;
         let endpoint = directory.endpoint(config.stage, config.rank);

@@ -19,7 +19,7 @@ use kvcached_manager::{AllocError, FullReason};
 use kvcached_mapper::testing::RecordingMapper;
 use kvcached_mapper::{
     Cause, KvBuffers, Layout, LocalMapper, Mapper, PageId, PageRun, PageSize, PoolId, PoolSpec,
-    Rank, Stage,
+    Rank, RankMapper, Stage,
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::{BindError, Deadline, RuntimeDir};
@@ -582,7 +582,7 @@ fn a_ready_made_local_mapper_is_one_of_the_ranks() {
     ));
 
     let own = Arc::new(RecordingMapper::new(PAGES));
-    let local: Arc<dyn Mapper> = Arc::<RecordingMapper>::clone(&own);
+    let local: Arc<dyn RankMapper> = Arc::<RecordingMapper>::clone(&own);
     let all = compose_over(&mapper, POOL, &geometry, Some(local), ready_by()).unwrap();
     let run = PageRun::new(PageId(3), 2).unwrap();
     all.map(&[run]).unwrap();

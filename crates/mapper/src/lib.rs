@@ -70,6 +70,7 @@ pub use geometry::{Extent, Geometry, View};
 pub use ids::{PageId, PageRun, PoolId, Rank, Stage};
 pub use layout::{KvBuffers, Layout, LayoutError, PageSize, ParseLayoutError, PoolSpec};
 pub use local::LocalMapper;
+pub use runs::RunSet;
 
 /// Backs the pages of one pool with memory, wherever that pool has a part: in this process, on
 /// every rank of an engine, or nowhere at all in a test.

@@ -7,7 +7,7 @@ use crate::{Cause, MapError, PageId, PageRun};
 
 /// Runs that share no page, in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct RunSet {
+pub struct RunSet {
     by_first: BTreeMap<PageId, PageRun>,
 }
 
@@ -27,32 +27,39 @@ pub(crate) struct Record {
 
 impl RunSet {
     /// Adds a run that shares no page with the others.
-    pub(crate) fn insert(&mut self, run: PageRun) {
+    pub fn insert(&mut self, run: PageRun) {
         debug_assert_eq!(self.overlapping(run), None, "runs of a set share no page");
         self.by_first.insert(run.first(), run);
     }
 
-    pub(crate) fn remove(&mut self, run: PageRun) {
+    /// Takes a run out that is in the set exactly so.
+    pub fn remove(&mut self, run: PageRun) {
         let removed = self.by_first.remove(&run.first());
         debug_assert_eq!(removed, Some(run), "runs leave a set as they entered it");
     }
 
-    pub(crate) fn contains(&self, run: PageRun) -> bool {
+    /// Is it in the set exactly so?
+    #[must_use]
+    pub fn contains(&self, run: PageRun) -> bool {
         self.by_first.get(&run.first()) == Some(&run)
     }
 
     /// One of the runs that share a page with `run`.
-    pub(crate) fn overlapping(&self, run: PageRun) -> Option<PageRun> {
+    #[must_use]
+    pub fn overlapping(&self, run: PageRun) -> Option<PageRun> {
         // The runs are apart, so if any overlaps, then the last that begins before the end.
         let (_, &last) = self.by_first.range(..run.end()).next_back()?;
         last.overlaps(run).then_some(last)
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = PageRun> {
+    /// The runs in order.
+    pub fn iter(&self) -> impl Iterator<Item = PageRun> {
         self.by_first.values().copied()
     }
 
-    pub(crate) fn pages(&self) -> u32 {
+    /// How many pages the runs have.
+    #[must_use]
+    pub fn pages(&self) -> u32 {
         self.iter().map(PageRun::count).sum()
     }
 }

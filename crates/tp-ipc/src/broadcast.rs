@@ -1,14 +1,17 @@
 //! [`Broadcast`]: the [`Mapper`] of a pool whose ranks are in several processes. Drives a
 //! [`Fanout`] over persistent sockets and decides nothing itself.
 
-use std::hash::{BuildHasher, RandomState};
 use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use kvcached_mapper::{After, MapError, Mapper, NotReady, PageRun, PoolId, Rank, Readiness, Stage};
+use kvcached_mapper::{
+    After, Health, MapError, Mapper, NotReady, PageRun, PoolId, Rank, RankMapper, Readiness,
+    Reconciled, Stage, Suspect,
+};
 use nix::poll::{PollFd, PollFlags};
+use nix::time::{ClockId, clock_gettime};
 use thiserror::Error;
 
 use crate::socket::{self, Backoff, LONGEST_WAIT, Received};
@@ -21,12 +24,18 @@ use crate::{
 /// One pool over all ranks of an engine. Its calls are serial: each of them is a transaction.
 ///
 /// A call waits for other ranks at most twice the time-out, once for them to do what they are told
-/// and once for them to undo it; and for the local mapper as long as that takes.
+/// and once for them to undo or to commit it; and for the local mapper as long as that takes.
+///
+/// Once a rank is suspect, batches are refused with [`Cause::Diverged`](kvcached_mapper::Cause)
+/// until [`reconcile`](Mapper::reconcile) has brought it back. Nothing does that by itself: who
+/// owns the value calls it now and then.
 #[derive(Debug)]
 pub struct Broadcast {
     wires: Mutex<Wires>,
-    local: Option<Arc<dyn Mapper>>,
+    local: Option<Arc<dyn RankMapper>>,
     timeout: Duration,
+    /// As of the last call, so that whoever asks need not wait for one under way.
+    health: Mutex<Health>,
 }
 
 /// What a [`Broadcast`] needs to know.
@@ -81,11 +90,14 @@ struct Wires {
 }
 
 impl SessionId {
-    /// A number that no other life of a coordinator has.
+    /// A number greater than that of every life of a coordinator that began before on this
+    /// machine: the nanoseconds since it was started.
     #[must_use]
     pub fn fresh() -> Self {
-        // The keys of the standard hasher are the randomness that needs no further library.
-        Self(RandomState::new().hash_one(std::process::id()))
+        let since_boot = clock_gettime(ClockId::CLOCK_BOOTTIME);
+        // The clock is there on every kernel that there is; without it, any number is as good.
+        let since_boot = since_boot.map_or(Duration::ZERO, Duration::from);
+        Self(u64::try_from(since_boot.as_nanos()).unwrap_or(u64::MAX))
     }
 }
 
@@ -97,7 +109,7 @@ impl Broadcast {
     /// [`ConnectError`]; a refusal ends the wait at once.
     pub fn connect(
         config: BroadcastConfig,
-        local: Option<Arc<dyn Mapper>>,
+        local: Option<Arc<dyn RankMapper>>,
         deadline: Deadline,
     ) -> Result<Self, ConnectError> {
         let broadcast = Self::new(config, local)?;
@@ -112,7 +124,7 @@ impl Broadcast {
     /// [`ConnectError::NoLocalMapper`], [`ConnectError::NoLocalRank`].
     pub fn new(
         config: BroadcastConfig,
-        local: Option<Arc<dyn Mapper>>,
+        local: Option<Arc<dyn RankMapper>>,
     ) -> Result<Self, ConnectError> {
         let BroadcastConfig {
             instance,
@@ -142,11 +154,13 @@ impl Broadcast {
             &topology,
         );
         let streams = fanout.peers().map(|_| None).collect();
+        let health = Mutex::new(fanout.health());
         let wires = Mutex::new(Wires { fanout, streams });
         Ok(Self {
             wires,
             local,
             timeout: timeout.min(LONGEST_WAIT),
+            health,
         })
     }
 
@@ -173,11 +187,10 @@ impl Broadcast {
         }
     }
 
-    /// Ranks of which it is not known which pages they have. While there is one, no batch is
-    /// begun.
+    /// The runs that every rank has that counts, in order. Waits for a call under way.
     #[must_use]
-    pub fn suspects(&self) -> Vec<(Stage, Rank)> {
-        self.wires().fanout.suspects().collect()
+    pub fn agreed(&self) -> Vec<PageRun> {
+        self.wires().fanout.agreed().collect()
     }
 
     fn ask_ready(&self, timeout: Duration) -> Result<Readiness, MapError> {
@@ -195,8 +208,22 @@ impl Broadcast {
     }
 
     fn perform(&self, operation: Operation<'_>, timeout: Duration) -> Answer {
-        self.wires()
-            .perform(self.local.as_deref(), operation, timeout)
+        let mut wires = self.wires();
+        let answer = wires.perform(self.local.as_deref(), operation, timeout);
+        let healthy = wires.fanout.is_healthy();
+        let mut known = self.known_health();
+        if !healthy || *known != Health::Healthy {
+            let health = wires.fanout.health();
+            log_change(&known, &health);
+            *known = health;
+        }
+        answer
+    }
+
+    fn known_health(&self) -> MutexGuard<'_, Health> {
+        self.health
+            .lock()
+            .expect("nobody panics while the health is locked")
     }
 
     fn wires(&self) -> MutexGuard<'_, Wires> {
@@ -211,8 +238,8 @@ impl Mapper for Broadcast {
         self.batch(Operation::Map(runs))
     }
 
-    fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
-        self.batch(Operation::Unmap(runs))
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.batch(Operation::Unmap(runs, after))
     }
 
     fn headroom(&self) -> Option<u32> {
@@ -226,16 +253,27 @@ impl Mapper for Broadcast {
     fn ready(&self) -> Result<Readiness, MapError> {
         self.ask_ready(self.timeout)
     }
+
+    fn health(&self) -> Health {
+        self.known_health().clone()
+    }
+
+    /// Connects again to ranks that do not count, and resynchronises them.
+    fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+        match self.perform(Operation::Reconcile(doubtful), self.timeout) {
+            Answer::Reconciled(result) => result,
+            other => unreachable!("{other:?} is no answer about doubt"),
+        }
+    }
 }
 
 impl Wires {
     fn perform(
         &mut self,
-        local: Option<&dyn Mapper>,
+        local: Option<&dyn RankMapper>,
         operation: Operation<'_>,
         timeout: Duration,
     ) -> Answer {
-        let suspects: Vec<(Stage, Rank)> = self.fanout.suspects().collect();
         if self.streams.iter().any(Option::is_some) {
             // A rank that died meanwhile is better noticed before anything is done anywhere.
             self.exchange(|_, _| true, socket::now());
@@ -243,9 +281,9 @@ impl Wires {
         self.fanout.begin(operation, socket::now(), timeout);
         let answer = loop {
             match self.fanout.poll() {
-                Step::Local(operation) => {
+                Step::Local(call) => {
                     let local = local.expect("a topology with a local rank comes with a mapper");
-                    let answer = operation.perform(local);
+                    let answer = call.perform(local);
                     self.fanout.handle_local(answer, socket::now());
                 }
                 Step::Connect(peer) => self.connect(peer),
@@ -271,17 +309,6 @@ impl Wires {
             if !self.fanout.keeps(peer) {
                 self.streams[peer.index()] = None;
             }
-        }
-        for (stage, rank) in self
-            .fanout
-            .suspects()
-            .filter(|place| !suspects.contains(place))
-        {
-            tracing::warn!(
-                stage = stage.0,
-                rank = rank.0,
-                "it is unknown which pages a rank has"
-            );
         }
         answer
     }
@@ -358,6 +385,26 @@ fn take_in(stream: &mut FramedStream, events: PollFlags) -> io::Result<Received>
         return stream.receive();
     }
     Ok(Received::Nothing)
+}
+
+/// Says once of each rank that it is suspect, and that it is no longer.
+fn log_change(before: &Health, after: &Health) {
+    let names = |ranks: &[Suspect], suspect: &Suspect| {
+        ranks
+            .iter()
+            .any(|other| (other.stage, other.rank) == (suspect.stage, suspect.rank))
+    };
+    for suspect in after.ranks() {
+        if !names(before.ranks(), suspect) {
+            tracing::warn!(%suspect, "it is unknown which pages a rank has");
+        }
+    }
+    for suspect in before.ranks() {
+        if !names(after.ranks(), suspect) {
+            let Suspect { stage, rank, .. } = suspect;
+            tracing::info!(%stage, %rank, "a rank has the pages that it should have");
+        }
+    }
 }
 
 fn describe(missing: &[NotReady]) -> String {

@@ -2,23 +2,35 @@
 //! one of them cannot. No socket, no clock, no thread: what happened goes in, what to do comes out.
 //!
 //! ```text
-//! begin ─▶ local ─▶ remote ranks ─────────────────────────▶ all did it: Ok
-//!            │          └─ one refused, one got lost ─▶ undo local ─▶ undo remote ─▶ Err
-//!            └─ failed: Err, nothing was sent
+//! map    local ─▶ remote ranks ──────────▶ all did it: Ok
+//!          │          └─ one did not ─▶ undo local ─▶ undo remote ─▶ Err
+//!          └─ failed: Err, nothing was sent
+//!
+//! unmap  prepare local ─▶ prepare remote ─▶ all did: commit local ─▶ commit remote ─▶ Ok
+//!                             └─ one did not ─▶ abort local ─▶ undo remote ─▶ Err
 //! ```
 //!
-//! A rank is *suspect* once it is not known which pages it has: it did not answer, it broke the
-//! protocol, it could not undo. From then on no batch is begun at all.
+//! The fan-out knows the runs that every rank must have: those *agreed* on. A rank that did not
+//! answer, broke the protocol, or turned out to have other runs does not count: it is *suspect*, and
+//! no batch is begun. It counts again once it was sent all agreed runs and its digest of what it
+//! has is right; every connection begins so. A prepared unmap that was decided is never taken back:
+//! a rank that does not confirm its commit is suspect, and gets there by being resynchronised.
 
 use std::collections::BTreeSet;
+use std::mem;
 use std::time::{Duration, Instant};
 
-use kvcached_mapper::{Cause, MapError, NotReady, PageRun, PeerCause, Rank, Readiness, Stage};
+use kvcached_mapper::{
+    Cause, Health, MapError, NotReady, PageRun, PeerCause, Rank, Readiness, Reconciled, Resynced,
+    RunSet, Stage, Suspect,
+};
 
 use crate::operation::Kind;
-use crate::peer::{Link, Peer, Turn};
-use crate::wire::{self, Doubt, Hello, Refusal, Reply, WireError, WorkerMessage};
-use crate::{Answer, Endpoint, Operation, PROTOCOL_VERSION, Topology};
+use crate::peer::{Link, LocalRank, Peer, Turn};
+use crate::wire::{
+    self, Failure, Hello, Refusal, Reply, Runs, RunsDigest, Verb, WireError, WorkerMessage,
+};
+use crate::{Answer, Endpoint, Operation, PROTOCOL_VERSION, RankAnswer, RankCall, Topology};
 
 /// A remote rank, by its position in the fan-out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -36,7 +48,7 @@ impl PeerIndex {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step<'a> {
     /// Do this with the local mapper; the answer goes to [`Fanout::handle_local`].
-    Local(Operation<'a>),
+    Local(RankCall<'a>),
     /// Connect to a rank; then [`Fanout::handle_connected`] or [`Fanout::handle_unreachable`].
     Connect(PeerIndex),
     /// Send a rank these bytes, one whole frame or several.
@@ -60,28 +72,29 @@ pub enum Step<'a> {
 /// - `handle_*` tells what came of it, and whatever else happened.
 ///
 /// An operation ends within twice its time-out of remote waiting: once for the ranks to do it, once
-/// for them to undo it.
+/// for them to undo or to commit it.
 #[derive(Debug)]
 pub struct Fanout {
     /// To whom it belongs; stage and rank are those of the peer that is greeted.
     hello: Hello,
     local: Option<LocalRank>,
     peers: Vec<Peer>,
-    /// Of the last request.
+    /// What every rank has that counts.
+    agreed: RunSet,
+    /// Ranks that had lost memory, and that nobody was told of yet.
+    lost: BTreeSet<(Stage, Rank)>,
+    /// Of the last transaction.
     sequence: u64,
     work: Option<Work>,
-    /// The batch of the operation under way.
+    /// The batch of the operation under way, or the runs that it asks about.
     runs: Vec<PageRun>,
-    /// The request under way, the same for every rank; and the last hello. Both are reused.
+    /// The agreed runs, if somebody is to be told all of them.
+    wanted: Vec<PageRun>,
+    /// The request under way, the same for every rank; that to resynchronise; and the last hello.
+    /// All are reused.
     frames: Vec<u8>,
+    resync_frames: Vec<u8>,
     greeting: Vec<u8>,
-}
-
-#[derive(Debug)]
-struct LocalRank {
-    stage: Stage,
-    rank: Rank,
-    suspect: bool,
 }
 
 /// The operation under way.
@@ -94,8 +107,10 @@ struct Work {
     deadline: Instant,
     /// Has the local rank done the batch?
     local_did: bool,
-    /// The gravest failure so far: broken before full, then by rank.
-    failure: Option<(bool, PeerIndex, Cause)>,
+    /// Number of the request to resynchronise.
+    resync: u64,
+    /// The gravest failure so far: broken before full, then by rank, the local one first.
+    failure: Option<(bool, usize, Cause)>,
     uncertain: BTreeSet<PageRun>,
     missing: Vec<NotReady>,
     headroom: Option<u32>,
@@ -109,12 +124,14 @@ enum Phase {
     Remote,
     UndoLocal { polled: bool },
     UndoRemote,
+    CommitLocal { polled: bool },
+    CommitRemote,
     Over(Answer),
 }
 
 impl Fanout {
-    /// A fan-out over `topology`, nothing connected yet. `hello` says to whom it belongs; its stage
-    /// and rank are replaced by those of each peer.
+    /// A fan-out over `topology`, nothing connected yet, no run agreed on. `hello` says to whom it
+    /// belongs; its stage and rank are replaced by those of each peer.
     #[must_use]
     pub fn new(hello: Hello, topology: &Topology) -> Self {
         let local = topology.local();
@@ -122,16 +139,16 @@ impl Fanout {
         let peers = peers.map(|(stage, rank, at)| Peer::new(stage, rank, at.clone()));
         Self {
             hello,
-            local: local.map(|(stage, rank)| LocalRank {
-                stage,
-                rank,
-                suspect: false,
-            }),
+            local: local.map(|(stage, rank)| LocalRank::new(stage, rank)),
             peers: peers.collect(),
+            agreed: RunSet::default(),
+            lost: BTreeSet::new(),
             sequence: 0,
             work: None,
             runs: Vec::new(),
+            wanted: Vec::new(),
             frames: Vec::new(),
+            resync_frames: Vec::new(),
             greeting: Vec::new(),
         }
     }
@@ -151,22 +168,83 @@ impl Fanout {
     #[must_use]
     pub fn keeps(&self, peer: PeerIndex) -> bool {
         let Peer { link, turn, .. } = &self.peers[peer.0];
-        *link == Link::Up || matches!(turn, Turn::Greet | Turn::Greeting)
+        let joining = matches!(
+            turn,
+            Turn::Greet | Turn::Greeting | Turn::Resync | Turn::Resyncing
+        );
+        *link == Link::Up || joining
     }
 
     /// Is something expected from this rank?
     #[must_use]
     pub fn awaits(&self, peer: PeerIndex) -> bool {
-        matches!(self.peers[peer.0].turn, Turn::Greeting | Turn::Asked)
+        let turn = self.peers[peer.0].turn;
+        matches!(turn, Turn::Greeting | Turn::Resyncing | Turn::Asked)
     }
 
-    /// Ranks of which it is not known which pages they have, the local one first.
-    pub fn suspects(&self) -> impl Iterator<Item = (Stage, Rank)> {
-        let local = self.local.iter().filter(|local| local.suspect);
-        let peers = self.peers.iter().filter(|peer| peer.link == Link::Suspect);
-        local
-            .map(|local| (local.stage, local.rank))
-            .chain(peers.map(|peer| (peer.stage, peer.rank)))
+    /// The runs that every rank has that counts, in order.
+    pub fn agreed(&self) -> impl Iterator<Item = PageRun> {
+        self.agreed.iter()
+    }
+
+    /// Ranks of which it is not known which runs they have, the local one first.
+    pub fn suspects(&self) -> impl Iterator<Item = Suspect> {
+        let local = self.local.iter().filter_map(|local| {
+            let reason = local.suspect.clone()?;
+            Some((local.stage, local.rank, reason))
+        });
+        let peers = self.peers.iter().filter_map(|peer| match &peer.link {
+            Link::Up => None,
+            Link::Away(reason) => Some((peer.stage, peer.rank, reason.clone())),
+        });
+        local.chain(peers).map(|(stage, rank, reason)| Suspect {
+            stage,
+            rank,
+            reason,
+        })
+    }
+
+    /// How far every rank is known to have the agreed runs.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        let fenced: Vec<Suspect> = self.suspects().collect();
+        let local = self
+            .local
+            .iter()
+            .map(|it| (it.stage, it.rank, &it.in_doubt));
+        let peers = self
+            .peers
+            .iter()
+            .map(|it| (it.stage, it.rank, &it.in_doubt));
+        let doubting = local.chain(peers).filter(|(_, _, runs)| !runs.is_empty());
+        let mut pages = BTreeSet::new();
+        let mut ranks = Vec::new();
+        for (stage, rank, runs) in doubting {
+            pages.extend(runs.iter().flat_map(|run| run.pages()));
+            let named: Vec<String> = runs.iter().map(ToString::to_string).collect();
+            let reason = format!("in doubt: {}", named.join(", "));
+            ranks.push(Suspect {
+                stage,
+                rank,
+                reason,
+            });
+        }
+        let pages = u32::try_from(pages.len()).unwrap_or(u32::MAX);
+        match (fenced.is_empty(), ranks.is_empty()) {
+            (false, _) => Health::Fenced {
+                ranks: fenced,
+                pages,
+            },
+            (true, false) => Health::Degraded { ranks, pages },
+            (true, true) => Health::Healthy,
+        }
+    }
+
+    /// Is every rank up, and without doubt? The same as a healthy [`health`](Self::health).
+    #[must_use]
+    pub fn is_healthy(&self) -> bool {
+        !self.local.as_ref().is_some_and(LocalRank::needs_resync)
+            && !self.peers.iter().any(Peer::needs_resync)
     }
 
     /// Starts `operation`; every wait for other ranks is bounded by `timeout`.
@@ -181,27 +259,35 @@ impl Fanout {
         for peer in &mut self.peers {
             peer.did = false;
         }
-        let nothing_to_do = kind.is_batch() && self.runs.is_empty();
-        let phase = if nothing_to_do {
-            Phase::Over(Answer::Batch(Ok(())))
-        } else if let Some(cause) = self.obstacle(kind) {
-            Phase::Over(kind.failed(cause))
-        } else {
-            Phase::Local { polled: false }
+        let phase = match self.foregone(kind) {
+            Some(answer) => Phase::Over(answer),
+            None => Phase::Local { polled: false },
         };
+        let over = phase != Phase::Local { polled: false };
         self.work = Some(Work {
             kind,
             phase,
             timeout,
             deadline: now + timeout,
             local_did: false,
+            resync: 0,
             failure: None,
             uncertain: BTreeSet::new(),
             missing: Vec::new(),
             headroom: None,
             headroom_unknown: false,
         });
-        if self.local.is_none() && self.in_phase(&Phase::Local { polled: false }) {
+        if over {
+            return;
+        }
+        if kind.joins() && !self.is_healthy() {
+            self.prepare_resync();
+        }
+        let skips_local = match &self.local {
+            None => true,
+            Some(local) => kind == Kind::Reconcile && !local.needs_resync(),
+        };
+        if skips_local {
             self.ask_peers(now);
         }
     }
@@ -220,83 +306,114 @@ impl Fanout {
             return Step::Done(answer);
         }
         let work = self.work.as_mut().expect("an operation is under way");
-        let batch = work.kind.is_batch();
         match &mut work.phase {
-            Phase::Local { polled } | Phase::UndoLocal { polled } => {
-                assert!(
-                    !std::mem::replace(polled, true),
-                    "the local mapper is at work"
-                );
-                let undo = matches!(work.phase, Phase::UndoLocal { .. });
-                let kind = if undo { work.kind.undoing() } else { work.kind };
-                return Step::Local(kind.operation(&self.runs));
+            Phase::Local { polled }
+            | Phase::UndoLocal { polled }
+            | Phase::CommitLocal { polled } => {
+                assert!(!mem::replace(polled, true), "the local mapper is at work");
+                let runs = &self.runs;
+                return Step::Local(match (&work.phase, work.kind) {
+                    (Phase::Local { .. }, Kind::Map) => RankCall::Map(runs),
+                    (Phase::Local { .. }, Kind::Unmap(after)) => RankCall::Prepare(runs, after),
+                    (Phase::Local { .. }, Kind::Ready) => RankCall::Ready,
+                    (Phase::Local { .. }, Kind::Headroom) => RankCall::Headroom,
+                    (Phase::Local { .. }, Kind::Reconcile) => RankCall::Resync(&self.wanted),
+                    (Phase::CommitLocal { .. }, _) => RankCall::Commit(runs),
+                    (_, Kind::Map) => RankCall::Undo(runs),
+                    (_, _) => RankCall::Abort(runs),
+                });
             }
-            Phase::Remote | Phase::UndoRemote | Phase::Over(_) => {}
+            Phase::Remote | Phase::UndoRemote | Phase::CommitRemote | Phase::Over(_) => {}
         }
         let deadline = work.deadline;
-        let due = |peer: &Peer| matches!(peer.turn, Turn::Connect | Turn::Greet | Turn::Ask);
+        let due = |peer: &Peer| {
+            matches!(
+                peer.turn,
+                Turn::Connect | Turn::Greet | Turn::Resync | Turn::Ask
+            )
+        };
         let Some(index) = self.peers.iter().position(due) else {
             return Step::Wait(deadline);
         };
         let peer = &mut self.peers[index];
-        match peer.turn {
+        let frames = match peer.turn {
             Turn::Connect => {
                 peer.turn = Turn::Connecting;
-                Step::Connect(PeerIndex(index))
+                return Step::Connect(PeerIndex(index));
             }
             Turn::Greet => {
                 peer.turn = Turn::Greeting;
                 self.greeting.clear();
                 wire::push_hello(&mut self.greeting, &peer.hello(&self.hello));
-                Step::Send {
-                    peer: PeerIndex(index),
-                    frames: &self.greeting,
-                }
+                &self.greeting
+            }
+            Turn::Resync => {
+                peer.turn = Turn::Resyncing;
+                peer.asked = work.resync;
+                &self.resync_frames
             }
             _ => {
                 peer.turn = Turn::Asked;
-                peer.touched |= batch;
-                Step::Send {
-                    peer: PeerIndex(index),
-                    frames: &self.frames,
-                }
+                peer.asked = self.sequence;
+                &self.frames
             }
+        };
+        Step::Send {
+            peer: PeerIndex(index),
+            frames,
         }
     }
 
     /// The local mapper did what [`Step::Local`] says.
     ///
     /// # Panics
-    /// If nothing was given, or the answer belongs to another kind of operation.
-    pub fn handle_local(&mut self, answer: Answer, now: Instant) {
-        let alone = self.peers.is_empty();
+    /// If nothing was given, or the answer belongs to another kind of call.
+    pub fn handle_local(&mut self, answer: RankAnswer, now: Instant) {
         let work = self.work.as_mut().expect("an operation is under way");
         let local = self.local.as_mut().expect("there is a local rank");
         match (&work.phase, answer) {
-            (Phase::Local { .. }, Answer::Batch(Ok(()))) => work.local_did = true,
-            (Phase::Local { .. }, Answer::Batch(Err(error))) => {
-                // With nobody to differ from, naming the runs is enough.
-                local.suspect |= !alone && !error.uncertain.is_empty();
-                return self.finish(Answer::Batch(Err(error)));
+            (Phase::Local { .. }, RankAnswer::Batch(Ok(()))) => work.local_did = true,
+            (Phase::Local { .. }, RankAnswer::Batch(Err(error))) => {
+                if matches!(error.cause, Cause::State { .. }) {
+                    // The agreed runs allow it, so this rank has others.
+                    local.suspect = Some(error.cause.to_string());
+                }
+                local.in_doubt.extend(&error.uncertain);
+                let answer = work.kind.failed(error);
+                return self.finish(answer);
             }
-            (Phase::Local { .. }, Answer::Ready(Ok(Readiness::Ready))) => {}
-            (Phase::Local { .. }, Answer::Ready(Ok(Readiness::NotReady(missing)))) => {
+            (Phase::Local { .. }, RankAnswer::Ready(Ok(Readiness::Ready))) => {}
+            (Phase::Local { .. }, RankAnswer::Ready(Ok(Readiness::NotReady(missing)))) => {
                 work.missing.extend(missing);
             }
-            (Phase::Local { .. }, failed @ Answer::Ready(Err(_))) => return self.finish(failed),
-            (Phase::Local { .. }, Answer::Headroom(pages)) => {
-                if pages.is_none() {
-                    return self.finish(Answer::Headroom(None));
-                }
-                work.headroom = pages;
+            (Phase::Local { .. }, RankAnswer::Ready(Err(error))) => {
+                return self.finish(Answer::Ready(Err(error)));
             }
-            (Phase::UndoLocal { .. }, Answer::Batch(undone)) => {
-                if undone.is_err() {
-                    local.suspect = true;
+            (Phase::Local { .. }, RankAnswer::Headroom(None)) => {
+                return self.finish(Answer::Headroom(None));
+            }
+            (Phase::Local { .. }, RankAnswer::Headroom(pages)) => work.headroom = pages,
+            (Phase::Local { .. }, RankAnswer::Resynced(Ok(Resynced { remade, in_doubt }))) => {
+                let doubted = mem::replace(&mut local.in_doubt, in_doubt.into_iter().collect());
+                local.suspect = None;
+                if is_loss(&remade, &doubted, &self.runs) {
+                    self.lost.insert((local.stage, local.rank));
+                }
+            }
+            (Phase::Local { .. }, RankAnswer::Resynced(Err(error))) => {
+                local.suspect = Some(error.to_string());
+                work.blame(0, error.cause);
+            }
+            (Phase::UndoLocal { .. }, RankAnswer::Batch(undone)) => {
+                if let Err(error) = undone {
+                    // What could not be undone is still mapped, or in doubt: not as agreed.
+                    local.in_doubt.extend(&self.runs);
                     work.uncertain.extend(&self.runs);
+                    tracing::debug!(%error, "the local rank could not undo a batch");
                 }
                 return self.undo_peers(now);
             }
+            (Phase::CommitLocal { .. }, RankAnswer::Batch(_)) => return self.commit_peers(now),
             (phase, answer) => unreachable!("{answer:?} in {phase:?}"),
         }
         self.ask_peers(now);
@@ -323,7 +440,7 @@ impl Fanout {
         let Peer { turn, link, .. } = &self.peers[peer.0];
         match (turn, link) {
             (Turn::Greeting, _) => self.greeted(peer, payload),
-            (_, Link::Up) => self.heard(peer, payload),
+            (Turn::Resyncing, _) | (_, Link::Up) => self.heard(peer, payload),
             // Whatever a connection that was given up still delivers.
             _ => {}
         }
@@ -345,7 +462,11 @@ impl Fanout {
     /// Time has passed; does nothing before a bound is reached.
     pub fn handle_timeout(&mut self, now: Instant) {
         let Some(work) = &self.work else { return };
-        if !matches!(work.phase, Phase::Remote | Phase::UndoRemote) || now < work.deadline {
+        let waits = matches!(
+            work.phase,
+            Phase::Remote | Phase::UndoRemote | Phase::CommitRemote
+        );
+        if !waits || now < work.deadline {
             return;
         }
         let timeout_ms = u64::try_from(work.timeout.as_millis()).unwrap_or(u64::MAX);
@@ -371,26 +492,70 @@ impl Fanout {
         self.settle(now);
     }
 
-    /// Why there is no point in asking anybody.
-    fn obstacle(&self, kind: Kind) -> Option<Cause> {
-        if let Some((stage, rank)) = self.suspects().next() {
-            return Some(Cause::Diverged { stage, rank });
+    /// The answer that needs nobody, if there is one.
+    fn foregone(&mut self, kind: Kind) -> Option<Answer> {
+        match kind {
+            Kind::Map | Kind::Unmap(_) if self.runs.is_empty() => Some(Answer::Batch(Ok(()))),
+            Kind::Map | Kind::Unmap(_) => {
+                let cause = self.obstacle(kind).or_else(|| self.mistake(kind))?;
+                Some(kind.refused(cause))
+            }
+            Kind::Ready | Kind::Headroom => self.obstacle(kind).map(|cause| kind.refused(cause)),
+            Kind::Reconcile if self.is_healthy() => Some(Answer::Reconciled(Ok(self.tell()))),
+            Kind::Reconcile => None,
         }
-        // Only the question about readiness waits for connections to come.
-        self.peers
-            .iter()
-            .filter(|_| kind != Kind::Ready)
-            .find_map(|peer| match &peer.link {
-                Link::Down(reason) => {
-                    let (endpoint, reason) = (peer.endpoint.to_string(), reason.clone());
-                    Some(peer.failure(kind.name(), PeerCause::Unreachable { endpoint, reason }))
-                }
-                Link::Up | Link::Suspect => None,
-            })
     }
 
-    fn in_phase(&self, phase: &Phase) -> bool {
-        self.work.as_ref().is_some_and(|work| work.phase == *phase)
+    /// Why there is no point in asking anybody.
+    fn obstacle(&self, kind: Kind) -> Option<Cause> {
+        let suspect = self
+            .local
+            .as_ref()
+            .filter(|local| kind != Kind::Reconcile && local.suspect.is_some());
+        if let Some(&LocalRank { stage, rank, .. }) = suspect {
+            return Some(Cause::Diverged { stage, rank });
+        }
+        if kind.joins() {
+            return None;
+        }
+        self.peers
+            .iter()
+            .find_map(|peer| peer.obstacle(kind.name()))
+    }
+
+    /// Why the batch under way contradicts what is agreed on, if it does.
+    fn mistake(&self, kind: Kind) -> Option<Cause> {
+        let local = self.local.iter().map(|local| &local.in_doubt);
+        let in_doubt: Vec<_> = local
+            .chain(self.peers.iter().map(|peer| &peer.in_doubt))
+            .filter(|runs| !runs.is_empty())
+            .collect();
+        self.runs.iter().find_map(|&run| {
+            let found = match kind {
+                _ if in_doubt.iter().any(|runs| overlaps(runs, run)) => {
+                    "it is in doubt on some rank, at least in part"
+                }
+                Kind::Map if self.agreed.overlapping(run).is_some() => {
+                    "it is mapped already, at least in part"
+                }
+                Kind::Unmap(_) if !self.agreed.contains(run) => "it was not mapped so",
+                _ => return None,
+            };
+            let call = kind.name();
+            Some(Cause::State { call, run, found })
+        })
+    }
+
+    /// Somebody is to be told all agreed runs.
+    fn prepare_resync(&mut self) {
+        self.wanted.clear();
+        self.wanted.extend(self.agreed.iter());
+        self.sequence += 1;
+        let work = self.work.as_mut().expect("an operation is under way");
+        work.resync = self.sequence;
+        self.resync_frames.clear();
+        let (session, verb) = (self.hello.session, Verb::Resync(&self.wanted));
+        wire::push_request(&mut self.resync_frames, session, self.sequence, verb);
     }
 
     /// The local rank, if there is one, has done its part: now all others at once.
@@ -398,41 +563,42 @@ impl Fanout {
         let work = self.work.as_mut().expect("an operation is under way");
         work.phase = Phase::Remote;
         let kind = work.kind;
+        let verb = match kind {
+            Kind::Map => Verb::Map(&self.runs),
+            Kind::Unmap(after) => Verb::Prepare(&self.runs, after),
+            Kind::Ready => Verb::Ready,
+            Kind::Headroom => Verb::Headroom,
+            Kind::Reconcile => return self.address(now, |_| Turn::Resync),
+        };
+        self.sequence += 1;
+        self.frames.clear();
+        wire::push_request(&mut self.frames, self.hello.session, self.sequence, verb);
         // A connection may have ended meanwhile. Then nobody is asked, and local is undone.
         match self.obstacle(kind) {
             Some(cause) if kind.is_batch() => {
                 let work = self.work.as_mut().expect("an operation is under way");
-                work.blame(PeerIndex(0), cause);
+                work.blame(0, cause);
                 self.settle(now);
             }
-            Some(cause) => self.finish(kind.failed(cause)),
-            None => self.address(kind, now, |_| true),
+            Some(cause) => self.finish(kind.refused(cause)),
+            None => self.address(now, |_| Turn::Ask),
         }
     }
 
-    /// Sends `kind` to the peers that `chosen` names.
-    fn address(&mut self, kind: Kind, now: Instant, chosen: impl Fn(&Peer) -> bool) {
+    /// Gives every peer the turn that `turn` names, if it counts; others are joined first, where
+    /// the operation does that.
+    fn address(&mut self, now: Instant, turn: impl Fn(&Peer) -> Turn) {
         let work = self.work.as_mut().expect("an operation is under way");
         work.deadline = now + work.timeout;
-        let mut anyone = false;
-        for peer in self.peers.iter_mut().filter(|peer| chosen(peer)) {
-            anyone = true;
-            peer.turn = if peer.link == Link::Up {
-                Turn::Ask
-            } else {
-                Turn::Connect
+        for peer in &mut self.peers {
+            peer.turn = match peer.link {
+                Link::Up => turn(peer),
+                Link::Away(_) if work.kind.joins() => Turn::Connect,
+                Link::Away(_) => Turn::Rest,
             };
-        }
-        if anyone {
-            self.sequence += 1;
-            self.frames.clear();
-            let operation = kind.operation(&self.runs);
-            wire::push_request(
-                &mut self.frames,
-                self.hello.session,
-                self.sequence,
-                operation,
-            );
+            if peer.turn == Turn::Resync && !peer.needs_resync() {
+                peer.turn = Turn::Rest;
+            }
         }
         self.settle(now);
     }
@@ -443,13 +609,38 @@ impl Fanout {
         if self.peers.iter().any(|peer| peer.turn != Turn::Rest) {
             return;
         }
+        let failed = work.kind.is_batch() && work.failure.is_some();
         match work.phase {
-            Phase::Remote if work.failure.is_some() && work.local_did => {
+            Phase::Remote if failed && work.local_did => {
                 work.phase = Phase::UndoLocal { polled: false };
             }
-            Phase::Remote if work.failure.is_some() => self.undo_peers(now),
-            Phase::Remote | Phase::UndoRemote => self.conclude(),
-            Phase::Local { .. } | Phase::UndoLocal { .. } | Phase::Over(_) => {}
+            Phase::Remote if failed => self.undo_peers(now),
+            Phase::Remote => self.decide(now),
+            Phase::UndoRemote | Phase::CommitRemote => self.conclude(),
+            Phase::Local { .. }
+            | Phase::UndoLocal { .. }
+            | Phase::CommitLocal { .. }
+            | Phase::Over(_) => {}
+        }
+    }
+
+    /// Every rank has done its part.
+    fn decide(&mut self, now: Instant) {
+        let work = self.work.as_mut().expect("an operation is under way");
+        match work.kind {
+            Kind::Map => {
+                self.runs.iter().for_each(|&run| self.agreed.insert(run));
+                self.conclude();
+            }
+            Kind::Unmap(_) => {
+                self.runs.iter().for_each(|&run| self.agreed.remove(run));
+                if work.local_did {
+                    work.phase = Phase::CommitLocal { polled: false };
+                } else {
+                    self.commit_peers(now);
+                }
+            }
+            Kind::Ready | Kind::Headroom | Kind::Reconcile => self.conclude(),
         }
     }
 
@@ -457,41 +648,53 @@ impl Fanout {
     fn undo_peers(&mut self, now: Instant) {
         let work = self.work.as_mut().expect("an operation is under way");
         work.phase = Phase::UndoRemote;
-        let kind = work.kind.undoing();
-        if self
-            .peers
-            .iter()
-            .any(|peer| peer.did && peer.link != Link::Up)
-        {
+        let gone = |peer: &Peer| peer.did && peer.link != Link::Up;
+        if self.peers.iter().any(gone) {
             // Done, and gone since: it cannot be told any more.
             work.uncertain.extend(&self.runs);
         }
-        self.address(kind, now, |peer| peer.did && peer.link == Link::Up);
+        self.go_on(Verb::Undo, now);
+    }
+
+    fn commit_peers(&mut self, now: Instant) {
+        let work = self.work.as_mut().expect("an operation is under way");
+        work.phase = Phase::CommitRemote;
+        self.go_on(Verb::Commit, now);
+    }
+
+    /// Goes on with the transaction on the ranks that did its first part.
+    fn go_on(&mut self, verb: Verb<'_>, now: Instant) {
+        self.frames.clear();
+        wire::push_request(&mut self.frames, self.hello.session, self.sequence, verb);
+        self.address(now, |peer| match peer.did {
+            true => Turn::Ask,
+            false => Turn::Rest,
+        });
     }
 
     fn conclude(&mut self) {
         let work = self.work.as_mut().expect("an operation is under way");
-        let answer = match work.kind {
-            Kind::Map | Kind::Unmap => Answer::Batch(match work.failure.take() {
-                None => Ok(()),
-                Some((_, _, cause)) => {
-                    let uncertain = std::mem::take(&mut work.uncertain).into_iter().collect();
-                    Err(MapError { cause, uncertain })
-                }
-            }),
-            Kind::Ready if work.missing.is_empty() => Answer::Ready(Ok(Readiness::Ready)),
-            Kind::Ready => {
-                let mut missing = std::mem::take(&mut work.missing);
+        let failure = work.failure.take().map(|(_, _, cause)| MapError {
+            cause,
+            uncertain: mem::take(&mut work.uncertain).into_iter().collect(),
+        });
+        let answer = match (work.kind, failure) {
+            (kind, Some(error)) => kind.failed(error),
+            (Kind::Map | Kind::Unmap(_), None) => Answer::Batch(Ok(())),
+            (Kind::Ready, None) if work.missing.is_empty() => Answer::Ready(Ok(Readiness::Ready)),
+            (Kind::Ready, None) => {
+                let mut missing = mem::take(&mut work.missing);
                 missing.sort_by_key(|missing| (missing.stage, missing.rank));
                 Answer::Ready(Ok(Readiness::NotReady(missing)))
             }
-            Kind::Headroom if work.headroom_unknown => Answer::Headroom(None),
-            Kind::Headroom => Answer::Headroom(work.headroom),
+            (Kind::Headroom, None) if work.headroom_unknown => Answer::Headroom(None),
+            (Kind::Headroom, None) => Answer::Headroom(work.headroom),
+            (Kind::Reconcile, None) => Answer::Reconciled(Ok(self.tell())),
         };
-        work.phase = Phase::Over(answer);
+        self.finish(answer);
     }
 
-    /// Ends the operation before all ranks have answered.
+    /// Ends the operation, whoever has not answered yet.
     fn finish(&mut self, answer: Answer) {
         for peer in &mut self.peers {
             peer.turn = Turn::Rest;
@@ -500,14 +703,33 @@ impl Fanout {
         work.phase = Phase::Over(answer);
     }
 
+    /// What is true of the runs that were asked about, now that every rank counts.
+    fn tell(&mut self) -> Reconciled {
+        let local = self.local.iter().map(|local| &local.in_doubt);
+        let in_doubt: Vec<_> = local
+            .chain(self.peers.iter().map(|peer| &peer.in_doubt))
+            .filter(|runs| !runs.is_empty())
+            .collect();
+        let known = |run: &&PageRun| !in_doubt.iter().any(|runs| overlaps(runs, **run));
+        let (mapped, cold) = self
+            .runs
+            .iter()
+            .filter(known)
+            .partition(|&&run| self.agreed.contains(run));
+        Reconciled {
+            cold,
+            mapped,
+            lost: mem::take(&mut self.lost).into_iter().collect(),
+        }
+    }
+
     /// A worker's hello.
     fn greeted(&mut self, index: PeerIndex, payload: &[u8]) {
         let peer = &mut self.peers[index.0];
         let expected = peer.hello(&self.hello);
         let refusal = match wire::read_greeting(payload) {
             Ok(Ok(hello)) if hello == expected => {
-                peer.link = Link::Up;
-                peer.turn = Turn::Ask;
+                peer.turn = Turn::Resync;
                 return;
             }
             Ok(Err(taken @ Refusal::Taken { .. })) => return self.miss(index, taken.to_string()),
@@ -520,11 +742,20 @@ impl Fanout {
             Ok(Ok(_)) => "it welcomed somebody else".to_owned(),
             Err(error) => error.to_string(),
         };
-        // Waiting does not mend it, so there is no point in waiting for the others.
         let reason = format!("{}: {refusal}", peer.endpoint);
         let cause = peer.failure("join", PeerCause::Refused { reason });
-        peer.link = Link::Down(refusal);
-        self.finish(Answer::Ready(Err(MapError::clean(cause))));
+        peer.link = Link::Away(refusal);
+        peer.turn = Turn::Rest;
+        let work = self
+            .work
+            .as_mut()
+            .expect("a greeting belongs to an operation");
+        if work.kind == Kind::Ready {
+            // Waiting does not mend it, so there is no point in waiting for the others.
+            self.finish(Answer::Ready(Err(MapError::clean(cause))));
+        } else {
+            work.blame(index.0 + 1, cause);
+        }
     }
 
     /// A worker's message after its hello.
@@ -535,12 +766,8 @@ impl Fanout {
                 return self.lose(peer, PeerCause::Protocol { reason });
             }
             Err(error) => {
-                return self.lose(
-                    peer,
-                    PeerCause::Protocol {
-                        reason: error.to_string(),
-                    },
-                );
+                let reason = error.to_string();
+                return self.lose(peer, PeerCause::Protocol { reason });
             }
         };
         if sequence > self.sequence {
@@ -548,8 +775,58 @@ impl Fanout {
             return self.lose(peer, PeerCause::Protocol { reason });
         }
         // A late reply to an earlier request says nothing about this one.
-        if sequence == self.sequence && self.peers[peer.0].turn == Turn::Asked {
-            self.replied(peer, reply);
+        let Peer { turn, asked, .. } = self.peers[peer.0];
+        match turn {
+            Turn::Resyncing if sequence == asked => self.resynced(peer, reply),
+            Turn::Asked if sequence == asked => self.replied(peer, reply),
+            _ => {}
+        }
+    }
+
+    /// The answer of a rank that was told all agreed runs.
+    fn resynced(&mut self, index: PeerIndex, reply: Reply) {
+        let work = self
+            .work
+            .as_mut()
+            .expect("a question belongs to an operation");
+        let peer = &mut self.peers[index.0];
+        match reply {
+            Reply::Resynced {
+                digest,
+                remade,
+                in_doubt: Runs(in_doubt),
+            } => {
+                let in_doubt: BTreeSet<PageRun> = in_doubt.iter().copied().collect();
+                let has = self.wanted.iter().copied();
+                let has = has.filter(|&run| !overlaps(&in_doubt, run));
+                if digest != RunsDigest::new(has) {
+                    let reason = "it has other runs than it was told to have".to_owned();
+                    return self.lose(index, PeerCause::Protocol { reason });
+                }
+                let doubted = mem::replace(&mut peer.in_doubt, in_doubt);
+                if is_loss(&remade.of(&self.wanted), &doubted, &self.runs) {
+                    self.lost.insert((peer.stage, peer.rank));
+                }
+                peer.link = Link::Up;
+                peer.joined = true;
+                peer.turn = match work.kind {
+                    Kind::Ready => Turn::Ask,
+                    _ => Turn::Rest,
+                };
+            }
+            Reply::Failed { failure, .. } => {
+                let cause = peer.refusal("resynchronise", failure);
+                peer.link = Link::Away(cause.to_string());
+                peer.turn = Turn::Rest;
+                match work.kind {
+                    Kind::Ready => self.miss(index, cause.to_string()),
+                    _ => work.blame(index.0 + 1, cause),
+                }
+            }
+            reply => {
+                let reason = format!("{reply:?} is no answer to resync");
+                self.lose(index, PeerCause::Protocol { reason });
+            }
         }
     }
 
@@ -559,62 +836,81 @@ impl Fanout {
             .as_mut()
             .expect("a question belongs to an operation");
         let peer = &mut self.peers[index.0];
-        let undoing = work.phase == Phase::UndoRemote;
-        match (work.kind, reply) {
-            (Kind::Map | Kind::Unmap, Reply::Done) => {
-                peer.did = !undoing;
+        let name = work.kind.name();
+        match (&work.phase, work.kind, reply) {
+            (Phase::Remote, Kind::Map, Reply::Done)
+            | (Phase::Remote, Kind::Unmap(_), Reply::Prepared) => {
+                peer.did = true;
                 peer.turn = Turn::Rest;
             }
-            (Kind::Map | Kind::Unmap, Reply::Failed { .. }) if undoing => {
+            (Phase::Remote, Kind::Map | Kind::Unmap(_), Reply::Failed { failure, doubt }) => {
+                let uncertain = match &failure {
+                    Failure::State { reason } => {
+                        // The agreed runs allow it, so this rank has others.
+                        peer.link = Link::Away(reason.clone());
+                        self.runs.clone()
+                    }
+                    _ => {
+                        let uncertain = doubt.of(&self.runs);
+                        peer.in_doubt.extend(&uncertain);
+                        uncertain
+                    }
+                };
+                work.uncertain.extend(uncertain);
+                peer.turn = Turn::Rest;
+                let cause = peer.refusal(name, failure);
+                work.blame(index.0 + 1, cause);
+            }
+            (Phase::UndoRemote, _, Reply::Undone) => {
+                peer.did = false;
+                peer.turn = Turn::Rest;
+            }
+            (Phase::UndoRemote, _, Reply::Failed { .. }) => {
                 // It still has what the others have given back, or the reverse.
                 peer.turn = Turn::Rest;
-                peer.link = Link::Suspect;
+                peer.in_doubt.extend(&self.runs);
                 work.uncertain.extend(&self.runs);
             }
-            (Kind::Map | Kind::Unmap, Reply::Failed { failure, doubt }) => {
-                peer.turn = Turn::Rest;
-                if doubt != Doubt::Nothing {
-                    peer.link = Link::Suspect;
-                    work.uncertain.extend(doubt.of(&self.runs));
-                }
-                let cause = peer.refusal(work.kind.name(), failure);
-                work.blame(index, cause);
+            (Phase::CommitRemote, _, Reply::Committed) => peer.turn = Turn::Rest,
+            (Phase::UndoRemote | Phase::CommitRemote, _, Reply::Done | Reply::Prepared) => {
+                // The first part's answer, once more.
             }
-            (Kind::Ready, Reply::Ready) => peer.turn = Turn::Rest,
-            (Kind::Ready, Reply::NotReady { reason }) => self.miss(index, reason),
-            (Kind::Ready, Reply::Failed { failure, .. }) => {
-                let error = MapError::clean(peer.refusal("become ready", failure));
+            (Phase::Remote, Kind::Ready, Reply::Ready) => peer.turn = Turn::Rest,
+            (Phase::Remote, Kind::Ready, Reply::NotReady { reason }) => self.miss(index, reason),
+            (Phase::Remote, Kind::Ready, Reply::Failed { failure, .. }) => {
+                let error = MapError::clean(peer.refusal(name, failure));
                 self.finish(Answer::Ready(Err(error)));
             }
-            (Kind::Headroom, Reply::Headroom(Some(pages))) => {
+            (Phase::Remote, Kind::Headroom, Reply::Headroom(Some(pages))) => {
                 peer.turn = Turn::Rest;
                 work.headroom = Some(work.headroom.map_or(pages, |least| least.min(pages)));
             }
-            (Kind::Headroom, Reply::Headroom(None) | Reply::Failed { .. }) => {
+            (Phase::Remote, Kind::Headroom, Reply::Headroom(None) | Reply::Failed { .. }) => {
                 peer.turn = Turn::Rest;
                 work.headroom_unknown = true;
             }
-            (kind, reply) => {
-                let reason = format!("{reply:?} is no answer to {}", kind.name());
+            (_, _, reply) => {
+                let reason = format!("{reply:?} is no answer to {name}");
                 self.lose(index, PeerCause::Protocol { reason });
             }
         }
     }
 
-    /// A rank cannot map yet; that is nothing to worry about.
+    /// A rank cannot be asked yet, or cannot map yet; that is nothing to worry about.
     fn miss(&mut self, index: PeerIndex, reason: String) {
         let peer = &mut self.peers[index.0];
-        if let Link::Down(known) = &mut peer.link {
+        if let Link::Away(known) = &mut peer.link {
             known.clone_from(&reason);
         }
         peer.turn = Turn::Rest;
-        if let Some(work) = &mut self.work {
-            let reason = format!("{}: {reason}", peer.endpoint);
-            work.missing.push(NotReady {
+        let Some(work) = &mut self.work else { return };
+        match work.kind {
+            Kind::Ready => work.missing.push(NotReady {
                 stage: peer.stage,
                 rank: peer.rank,
-                reason,
-            });
+                reason: format!("{}: {reason}", peer.endpoint),
+            }),
+            kind => work.blame(index.0 + 1, peer.unreachable(kind.name(), reason)),
         }
     }
 
@@ -622,27 +918,26 @@ impl Fanout {
     /// answered.
     fn lose(&mut self, index: PeerIndex, cause: PeerCause) {
         let peer = &mut self.peers[index.0];
-        if peer.link == Link::Suspect {
+        let turn = mem::replace(&mut peer.turn, Turn::Rest);
+        if turn == Turn::Rest && peer.link != Link::Up {
             return;
         }
-        let turn = std::mem::replace(&mut peer.turn, Turn::Rest);
-        peer.link = if peer.touched {
-            Link::Suspect
-        } else {
-            Link::Down(cause.to_string())
-        };
+        peer.link = Link::Away(cause.to_string());
         let Some(work) = &mut self.work else { return };
         if turn == Turn::Rest {
             return;
         }
         match work.kind {
-            Kind::Map | Kind::Unmap => {
-                work.uncertain.extend(&self.runs);
-                if work.phase == Phase::Remote {
+            Kind::Map | Kind::Unmap(_) => match work.phase {
+                Phase::Remote => {
+                    work.uncertain.extend(&self.runs);
                     let cause = peer.failure(work.kind.name(), cause);
-                    work.blame(index, cause);
+                    work.blame(index.0 + 1, cause);
                 }
-            }
+                Phase::UndoRemote => work.uncertain.extend(&self.runs),
+                // It was decided; the rank gets there when it is resynchronised.
+                _ => {}
+            },
             Kind::Ready => {
                 if let PeerCause::Protocol { .. } = cause {
                     let error = MapError::clean(peer.failure("become ready", cause));
@@ -652,16 +947,34 @@ impl Fanout {
                 }
             }
             Kind::Headroom => work.headroom_unknown = true,
+            Kind::Reconcile => {
+                let cause = peer.failure("resynchronise", cause);
+                work.blame(index.0 + 1, cause);
+            }
         }
     }
 }
 
 impl Work {
-    fn blame(&mut self, peer: PeerIndex, cause: Cause) {
+    /// Counts the local rank as 0, the peers from 1.
+    fn blame(&mut self, place: usize, cause: Cause) {
         let full = matches!(cause, Cause::OutOfMemory { .. });
         match &self.failure {
-            Some((known_full, known, _)) if (*known_full, *known) <= (full, peer) => {}
-            _ => self.failure = Some((full, peer, cause)),
+            Some((known_full, known, _)) if (*known_full, *known) <= (full, place) => {}
+            _ => self.failure = Some((full, place, cause)),
         }
     }
+}
+
+/// Does any of `runs` share a page with `run`?
+fn overlaps(runs: &BTreeSet<PageRun>, run: PageRun) -> bool {
+    runs.iter().any(|other| other.overlaps(run))
+}
+
+/// Did a rank lose content that somebody may rely on? What was in doubt, or is asked about for
+/// having been, nobody does.
+fn is_loss(remade: &[PageRun], doubted: &BTreeSet<PageRun>, asked: &[PageRun]) -> bool {
+    let relied_on =
+        |run: &PageRun| !overlaps(doubted, *run) && !asked.iter().any(|other| other.overlaps(*run));
+    remade.iter().any(relied_on)
 }

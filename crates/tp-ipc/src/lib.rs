@@ -10,8 +10,11 @@
 //! - [`Broadcast`] is the mapper of the process that decides about pages; [`Server`] is a rank that
 //!   listens. Both are thin shells around [`Fanout`] and [`Conversation`], which do no I/O and read
 //!   no clock, and speak the language of [`wire`].
-//! - One operation ends on all ranks or on none. A rank of which that cannot be said is *suspect*,
-//!   and nothing more is done until it has been resynchronised.
+//! - One operation ends on all ranks or on none, and is applied once, however often it is sent. A
+//!   rank of which that cannot be said is *suspect*, and nothing more is done until it has been
+//!   resynchronised: it is sent every run that it must have, and proves that it has them.
+//! - A coordinator that starts anew finds live workers and brings them to its own state. A worker
+//!   whose coordinator is gone for too long gives back what it holds.
 //! - Every wait for another process has a bound. A dead peer, a malformed frame, another user's
 //!   process are error values, and change nothing.
 //! - Nothing here knows what a page is made of.
@@ -21,34 +24,38 @@
 //! Two ranks in one process: the second is served by a thread, over a real socket.
 //!
 //! ```
-//! # use std::sync::{Arc, Mutex};
+//! # use std::sync::Arc;
 //! # use std::time::Duration;
-//! # use kvcached_mapper::{After, MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+//! use kvcached_mapper::{
+//!     Cold, KvBuffers, Layout, LocalMapper, Mapper, PageId, PageRun, PageSize, PoolId, PoolSpec,
+//!     Rank, Stage,
+//! };
 //! use kvcached_tp_ipc::{
 //!     Broadcast, BroadcastConfig, Deadline, GeometryDigest, RuntimeDir, ServedPool, Server,
 //!     ServerConfig, SessionId, Topology,
 //! };
-//! # /// Remembers what it was told.
-//! # #[derive(Debug, Default)]
-//! # struct Recorder(Mutex<Vec<PageRun>>);
-//! # impl Mapper for Recorder {
-//! #     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
-//! #         self.0.lock().unwrap().extend_from_slice(runs);
-//! #         Ok(())
-//! #     }
-//! #     fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
-//! #         self.0.lock().unwrap().retain(|run| !runs.contains(run));
-//! #         Ok(())
-//! #     }
-//! #     fn headroom(&self) -> Option<u32> { Some(7) }
-//! #     fn ready(&self) -> Result<Readiness, MapError> { Ok(Readiness::Ready) }
-//! # }
+//! use kvcached_vmm::{Driver, Host, HostConfig};
+//!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let temp = tempfile::tempdir()?;
 //! # let path = temp.path().join("run");
-//! # let (mapper, remote_mapper) = (Arc::new(Recorder::default()), Arc::new(Recorder::default()));
+//! # let spec = PoolSpec {
+//! #     layout: Layout::Contiguous,
+//! #     layers: 2,
+//! #     kv_buffers: KvBuffers::Two,
+//! #     block_bytes: 32 << 10,
+//! #     page_size: PageSize::Auto,
+//! #     capacity_bytes: 1 << 30,
+//! # };
+//! // Each rank has a device, and the same pool on it.
+//! let device = Arc::new(Host::new(HostConfig::new(256 << 20))?);
+//! let geometry = spec.resolve(device.properties().granularity)?;
+//! let part = || LocalMapper::new(Arc::clone(&device), geometry.clone(), Cold::Unbacked);
+//! let (here, there) = (Arc::new(part()?), Arc::new(part()?));
+//! let (pages, page, block) =
+//!     (geometry.pages(), geometry.page_bytes(), geometry.block_stride_bytes());
+//! let (pool, geometry) = (PoolId(0), GeometryDigest::new(pages, page, block));
 //! let endpoints = RuntimeDir::open(&path)?.instance(&"llama-8b".parse()?)?;
-//! let (pool, geometry) = (PoolId(0), GeometryDigest::new(1000, 2 << 20, 128 << 10));
 //! let timeout = Duration::from_secs(5);
 //!
 //! // Rank 1 listens.
@@ -58,8 +65,9 @@
 //!         instance: endpoints.instance().clone(),
 //!         stage: Stage(0),
 //!         rank: Rank(1),
-//!         pools: vec![ServedPool { pool, geometry, mapper: remote_mapper.clone() }],
+//!         pools: vec![ServedPool { pool, geometry, mapper: there.clone() }],
 //!         timeout,
+//!         orphan_timeout: timeout,
 //!     },
 //! )?;
 //! let stop = server.stop_handle();
@@ -75,13 +83,12 @@
 //!         session: SessionId::fresh(),
 //!         timeout,
 //!     },
-//!     Some(mapper.clone()),
+//!     Some(here.clone()),
 //!     Deadline::after(timeout),
 //! )?;
 //! let run = PageRun::new(PageId(3), 4).expect("four pages are a run");
 //! ranks.map(&[run])?;
-//! assert_eq!(*mapper.0.lock().unwrap(), [run]);
-//! assert_eq!(*remote_mapper.0.lock().unwrap(), [run]);
+//! assert_eq!((here.mapped(), there.mapped()), (vec![run], vec![run]));
 //!
 //! stop.stop();
 //! serving.join().expect("the server does not panic")?;
@@ -107,7 +114,7 @@ pub use conversation::{Conversation, ConversationEnd, ServedPool, ServedRank};
 pub use fanout::{Fanout, PeerIndex, Step};
 pub use frame::{FrameDecoder, FrameError, MAX_FRAME_BYTES, push_frame};
 pub use name::{InstanceName, NameError};
-pub use operation::{Answer, Operation};
+pub use operation::{Answer, Operation, RankAnswer, RankCall};
 pub use runtime_dir::{Endpoint, EndpointDir, EndpointError, RuntimeDir, RuntimeDirError};
 pub use serve::{Server, ServerConfig, StopHandle};
 pub use socket::{BindError, Deadline, FramedListener, FramedStream, StreamError};

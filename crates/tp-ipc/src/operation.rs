@@ -1,19 +1,23 @@
-//! What a rank can be asked, and what it answers: the methods of [`Mapper`] as values, so that
-//! they can be sent, or done in this process, by the same code.
+//! What can be asked of all ranks, and what one rank is told for it: calls as values, so that they
+//! can be sent, or done in this process, by the same code.
 
-use kvcached_mapper::{Cause, MapError, Mapper, PageRun, Readiness};
+use kvcached_mapper::{
+    After, Cause, MapError, PageRun, RankMapper, Readiness, Reconciled, Resynced,
+};
 
-/// One call of a [`Mapper`].
+/// One call of a [`Mapper`](kvcached_mapper::Mapper) over all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation<'a> {
-    /// [`Mapper::map`].
+    /// [`Mapper::map`](kvcached_mapper::Mapper::map).
     Map(&'a [PageRun]),
-    /// [`Mapper::unmap`].
-    Unmap(&'a [PageRun]),
-    /// [`Mapper::ready`].
+    /// [`Mapper::unmap_after`](kvcached_mapper::Mapper::unmap_after).
+    Unmap(&'a [PageRun], After),
+    /// [`Mapper::ready`](kvcached_mapper::Mapper::ready).
     Ready,
-    /// [`Mapper::headroom`].
+    /// [`Mapper::headroom`](kvcached_mapper::Mapper::headroom).
     Headroom,
+    /// [`Mapper::reconcile`](kvcached_mapper::Mapper::reconcile).
+    Reconcile(&'a [PageRun]),
 }
 
 /// What an [`Operation`] came to.
@@ -25,35 +29,82 @@ pub enum Answer {
     Ready(Result<Readiness, MapError>),
     /// Of [`Operation::Headroom`].
     Headroom(Option<u32>),
+    /// Of [`Operation::Reconcile`].
+    Reconciled(Result<Reconciled, MapError>),
+}
+
+/// One step of an operation on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RankCall<'a> {
+    /// Map these runs.
+    Map(&'a [PageRun]),
+    /// Unmap runs that were mapped a moment ago, and never used.
+    Undo(&'a [PageRun]),
+    /// [`RankMapper::prepare_unmap`].
+    Prepare(&'a [PageRun], After),
+    /// [`RankMapper::commit_unmap`].
+    Commit(&'a [PageRun]),
+    /// [`RankMapper::abort_unmap`].
+    Abort(&'a [PageRun]),
+    /// [`RankMapper::resync`].
+    Resync(&'a [PageRun]),
+    /// [`Mapper::ready`](kvcached_mapper::Mapper::ready).
+    Ready,
+    /// [`Mapper::headroom`](kvcached_mapper::Mapper::headroom).
+    Headroom,
+}
+
+/// What a [`RankCall`] came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RankAnswer {
+    /// Of every call that is about a batch of runs.
+    Batch(Result<(), MapError>),
+    /// Of [`RankCall::Resync`].
+    Resynced(Result<Resynced, MapError>),
+    /// Of [`RankCall::Ready`].
+    Ready(Result<Readiness, MapError>),
+    /// Of [`RankCall::Headroom`].
+    Headroom(Option<u32>),
 }
 
 /// An [`Operation`] without its runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Map,
-    Unmap,
+    Unmap(After),
     Ready,
     Headroom,
+    Reconcile,
+}
+
+impl RankCall<'_> {
+    /// Does it.
+    #[must_use]
+    pub fn perform(self, mapper: &dyn RankMapper) -> RankAnswer {
+        match self {
+            Self::Map(runs) => RankAnswer::Batch(mapper.map(runs)),
+            Self::Undo(runs) => RankAnswer::Batch(mapper.unmap_after(runs, After::NOTHING)),
+            Self::Prepare(runs, after) => RankAnswer::Batch(mapper.prepare_unmap(runs, after)),
+            Self::Commit(runs) => {
+                mapper.commit_unmap(runs);
+                RankAnswer::Batch(Ok(()))
+            }
+            Self::Abort(runs) => RankAnswer::Batch(mapper.abort_unmap(runs)),
+            Self::Resync(runs) => RankAnswer::Resynced(mapper.resync(runs)),
+            Self::Ready => RankAnswer::Ready(mapper.ready()),
+            Self::Headroom => RankAnswer::Headroom(mapper.headroom()),
+        }
+    }
 }
 
 impl<'a> Operation<'a> {
-    /// Does it.
-    #[must_use]
-    pub fn perform(self, mapper: &dyn Mapper) -> Answer {
-        match self {
-            Self::Map(runs) => Answer::Batch(mapper.map(runs)),
-            Self::Unmap(runs) => Answer::Batch(mapper.unmap(runs)),
-            Self::Ready => Answer::Ready(mapper.ready()),
-            Self::Headroom => Answer::Headroom(mapper.headroom()),
-        }
-    }
-
     pub(crate) const fn into_parts(self) -> (Kind, &'a [PageRun]) {
         match self {
             Self::Map(runs) => (Kind::Map, runs),
-            Self::Unmap(runs) => (Kind::Unmap, runs),
+            Self::Unmap(runs, after) => (Kind::Unmap(after), runs),
             Self::Ready => (Kind::Ready, &[]),
             Self::Headroom => (Kind::Headroom, &[]),
+            Self::Reconcile(runs) => (Kind::Reconcile, runs),
         }
     }
 }
@@ -63,41 +114,34 @@ impl Kind {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Map => "map",
-            Self::Unmap => "unmap",
+            Self::Unmap(_) => "unmap",
             Self::Ready => "become ready",
             Self::Headroom => "tell its headroom",
+            Self::Reconcile => "resynchronise",
         }
     }
 
     /// The operation's answer when it cannot be done.
-    pub(crate) fn failed(self, cause: Cause) -> Answer {
+    pub(crate) fn failed(self, error: MapError) -> Answer {
         match self {
-            Self::Map | Self::Unmap => Answer::Batch(Err(MapError::clean(cause))),
-            Self::Ready => Answer::Ready(Err(MapError::clean(cause))),
+            Self::Map | Self::Unmap(_) => Answer::Batch(Err(error)),
+            Self::Ready => Answer::Ready(Err(error)),
             Self::Headroom => Answer::Headroom(None),
+            Self::Reconcile => Answer::Reconciled(Err(error)),
         }
+    }
+
+    /// The same for a cause that leaves nothing in doubt.
+    pub(crate) fn refused(self, cause: Cause) -> Answer {
+        self.failed(MapError::clean(cause))
     }
 
     pub(crate) const fn is_batch(self) -> bool {
-        matches!(self, Self::Map | Self::Unmap)
+        matches!(self, Self::Map | Self::Unmap(_))
     }
 
-    /// What takes this batch back. The content of unmapped pages does not matter.
-    pub(crate) const fn undoing(self) -> Self {
-        match self {
-            Self::Map => Self::Unmap,
-            Self::Unmap => Self::Map,
-            other => other,
-        }
-    }
-
-    /// The inverse of [`Operation::into_parts`].
-    pub(crate) const fn operation(self, runs: &[PageRun]) -> Operation<'_> {
-        match self {
-            Self::Map => Operation::Map(runs),
-            Self::Unmap => Operation::Unmap(runs),
-            Self::Ready => Operation::Ready,
-            Self::Headroom => Operation::Headroom,
-        }
+    /// May it go to ranks that have to be joined first?
+    pub(crate) const fn joins(self) -> bool {
+        matches!(self, Self::Ready | Self::Reconcile)
     }
 }

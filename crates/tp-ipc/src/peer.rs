@@ -1,6 +1,8 @@
-//! What the fan-out knows of one remote rank.
+//! What the fan-out knows of one rank.
 
-use kvcached_mapper::{Cause, PeerCause, Rank, Stage};
+use std::collections::BTreeSet;
+
+use kvcached_mapper::{Cause, Epoch, PageRun, PeerCause, Rank, Stage};
 
 use crate::Endpoint;
 use crate::wire::{Failure, Hello};
@@ -13,21 +15,35 @@ pub(crate) struct Peer {
     pub(crate) endpoint: Endpoint,
     pub(crate) link: Link,
     pub(crate) turn: Turn,
-    /// Was it ever told to map or unmap? If not, it has nothing to differ in.
-    pub(crate) touched: bool,
+    /// Did it ever count? If not, it is late rather than suspect.
+    pub(crate) joined: bool,
+    /// Number of the request that it is to answer.
+    pub(crate) asked: u64,
     /// Has it done the batch under way?
     pub(crate) did: bool,
+    /// Runs of which the rank, alive and honest, does not know whether it has them.
+    pub(crate) in_doubt: BTreeSet<PageRun>,
+}
+
+/// The rank in this process.
+#[derive(Debug)]
+pub(crate) struct LocalRank {
+    pub(crate) stage: Stage,
+    pub(crate) rank: Rank,
+    /// Why it is not known which runs it has.
+    pub(crate) suspect: Option<String>,
+    /// As for a [`Peer`].
+    pub(crate) in_doubt: BTreeSet<PageRun>,
 }
 
 /// What is known about a rank between operations.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Link {
-    /// Not connected, for the reason given.
-    Down(String),
-    /// Connected and welcomed.
+    /// It does not count, for the reason given: nothing is known of what it has. Leaving this
+    /// state takes a resynchronisation.
+    Away(String),
+    /// Connected, and it has what it should.
     Up,
-    /// Its pages are unknown. Leaving this state takes a resynchronisation.
-    Suspect,
 }
 
 /// What the operation under way wants of a rank next.
@@ -43,6 +59,10 @@ pub(crate) enum Turn {
     Greet,
     /// To say its hello.
     Greeting,
+    /// To be sent the runs that it must have.
+    Resync,
+    /// To say that it has them.
+    Resyncing,
     /// To be sent the request.
     Ask,
     /// To reply.
@@ -51,15 +71,16 @@ pub(crate) enum Turn {
 
 impl Peer {
     pub(crate) fn new(stage: Stage, rank: Rank, endpoint: Endpoint) -> Self {
-        let link = Link::Down("not connected yet".to_owned());
         Self {
             stage,
             rank,
             endpoint,
-            link,
+            link: Link::Away("not connected yet".to_owned()),
             turn: Turn::Rest,
-            touched: false,
+            joined: false,
+            asked: 0,
             did: false,
+            in_doubt: BTreeSet::new(),
         }
     }
 
@@ -70,6 +91,23 @@ impl Peer {
             rank: self.rank,
             ..hello.clone()
         }
+    }
+
+    /// Why nothing can be asked of it, if so; `call` is what was to be.
+    pub(crate) fn obstacle(&self, call: &'static str) -> Option<Cause> {
+        match &self.link {
+            Link::Up => None,
+            Link::Away(_) if self.joined => Some(Cause::Diverged {
+                stage: self.stage,
+                rank: self.rank,
+            }),
+            Link::Away(reason) => Some(self.unreachable(call, reason.clone())),
+        }
+    }
+
+    pub(crate) fn unreachable(&self, call: &'static str, reason: String) -> Cause {
+        let endpoint = self.endpoint.to_string();
+        self.failure(call, PeerCause::Unreachable { endpoint, reason })
     }
 
     pub(crate) fn failure(&self, call: &'static str, cause: PeerCause) -> Cause {
@@ -87,9 +125,32 @@ impl Peer {
             Failure::OutOfMemory => Cause::OutOfMemory {
                 at: Some((self.stage, self.rank)),
             },
+            Failure::InFlight { epoch } => Cause::InFlight {
+                epoch: Epoch(epoch),
+            },
             Failure::State { reason } | Failure::Vmm { reason } => {
                 self.failure(call, PeerCause::Refused { reason })
             }
         }
+    }
+
+    /// Must it be told which runs to have?
+    pub(crate) fn needs_resync(&self) -> bool {
+        self.link != Link::Up || !self.in_doubt.is_empty()
+    }
+}
+
+impl LocalRank {
+    pub(crate) const fn new(stage: Stage, rank: Rank) -> Self {
+        Self {
+            stage,
+            rank,
+            suspect: None,
+            in_doubt: BTreeSet::new(),
+        }
+    }
+
+    pub(crate) fn needs_resync(&self) -> bool {
+        self.suspect.is_some() || !self.in_doubt.is_empty()
     }
 }

@@ -2,6 +2,7 @@
 //! `poll` loop; the conversation itself is [`Conversation`]'s.
 
 use std::io;
+use std::mem;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,8 +14,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::socket::{self, LONGEST_WAIT, Received};
 use crate::{
-    BindError, Conversation, Endpoint, FramedListener, FramedStream, InstanceName, ServedPool,
-    ServedRank,
+    BindError, Conversation, ConversationEnd, Deadline, Endpoint, FramedListener, FramedStream,
+    InstanceName, Refusal, ServedPool, ServedRank,
 };
 
 /// Connections served at once; further ones wait to be accepted.
@@ -37,11 +38,14 @@ pub struct ServerConfig {
     /// How long a client may take to finish what it began: a hello, a frame, a batch in parts, the
     /// reading of a reply. Between requests it may be silent for ever.
     pub timeout: Duration,
+    /// How long what is mapped outlives the connection of the coordinator that had it mapped.
+    pub orphan_timeout: Duration,
 }
 
 /// A rank that listens at an endpoint. Dropped, it takes its socket away.
 ///
-/// When a coordinator disconnects, what it has mapped stays mapped.
+/// When a coordinator disconnects, what it has mapped stays mapped, for it to come back or for the
+/// next one to decide about; once nobody has come for the orphan time-out, it is released.
 #[derive(Debug)]
 pub struct Server {
     listener: FramedListener,
@@ -51,6 +55,8 @@ pub struct Server {
     timeout: Duration,
     /// Until when nobody is accepted, after accepting has failed.
     paused: Option<Instant>,
+    /// Has a coordinator been told that this rank could not begin?
+    told: bool,
 }
 
 /// Ends a [`Server`] from any thread.
@@ -64,6 +70,8 @@ struct Connection {
     replies: Vec<u8>,
     /// The conversation is over; the connection ends once the last words are sent.
     over: bool,
+    /// The last words were that the rank could not begin.
+    told: bool,
     /// By when the client must have finished what it began.
     deadline: Option<Instant>,
 }
@@ -80,7 +88,30 @@ impl Server {
             rank,
             pools,
             timeout,
+            orphan_timeout,
         } = config;
+        let rank =
+            ServedRank::new(instance, stage, rank, pools).with_orphan_timeout(orphan_timeout);
+        Self::serve(endpoint, rank, timeout)
+    }
+
+    /// Listens at `endpoint` for a rank that could not begin: whoever connects is told why. The
+    /// other arguments are as in [`ServerConfig`].
+    ///
+    /// # Errors
+    /// As for [`bind`](Self::bind).
+    pub fn bind_unable(
+        endpoint: &Endpoint,
+        instance: InstanceName,
+        (stage, rank): (Stage, Rank),
+        reason: String,
+        timeout: Duration,
+    ) -> Result<Self, BindError> {
+        let rank = ServedRank::unable(instance, stage, rank, reason);
+        Self::serve(endpoint, rank, timeout)
+    }
+
+    fn serve(endpoint: &Endpoint, rank: ServedRank, timeout: Duration) -> Result<Self, BindError> {
         let stop =
             EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK).map_err(|e| {
                 BindError::Io {
@@ -90,11 +121,12 @@ impl Server {
             })?;
         Ok(Self {
             listener: FramedListener::bind(endpoint)?,
-            rank: ServedRank::new(instance, stage, rank, pools),
+            rank,
             connections: Vec::new(),
             stop: Arc::new(stop),
             timeout: timeout.min(LONGEST_WAIT),
             paused: None,
+            told: false,
         })
     }
 
@@ -115,30 +147,48 @@ impl Server {
     /// # Errors
     /// Only if the system's `poll` fails; no client can end it.
     pub fn run(&mut self) -> io::Result<()> {
-        loop {
-            let (stop, newcomers, events) = self.wait()?;
-            if stop {
-                return Ok(());
-            }
-            let now = socket::now();
-            let (rank, timeout) = (&mut self.rank, self.timeout);
-            let mut events = events.into_iter();
-            self.connections.retain_mut(|connection| {
-                let events = events.next().unwrap_or(PollFlags::empty());
-                let goes_on = connection.attend(rank, events, now, timeout);
-                if !goes_on {
-                    std::mem::take(&mut connection.conversation).end(rank);
-                }
-                goes_on
-            });
-            if newcomers {
-                self.accept();
-            }
+        while self.turn(None)? {}
+        Ok(())
+    }
+
+    /// Serves until a coordinator has been told why this rank [could not
+    /// begin](Self::bind_unable), or until the deadline; answers whether one has.
+    ///
+    /// # Errors
+    /// Only if the system's `poll` fails.
+    pub fn run_until_told(&mut self, deadline: Deadline) -> io::Result<bool> {
+        while !self.told && !deadline.is_over() && self.turn(Some(deadline.instant()))? {}
+        Ok(self.told)
+    }
+
+    /// Deals with whatever happens next, until then at the latest; `false` once the server is
+    /// stopped.
+    fn turn(&mut self, until: Option<Instant>) -> io::Result<bool> {
+        let (stop, newcomers, events) = self.wait(until)?;
+        if stop {
+            return Ok(false);
         }
+        let now = socket::now();
+        let (rank, timeout) = (&mut self.rank, self.timeout);
+        let mut events = events.into_iter();
+        self.connections.retain_mut(|connection| {
+            let events = events.next().unwrap_or(PollFlags::empty());
+            let goes_on = connection.attend(rank, events, now, timeout);
+            if !goes_on {
+                self.told |= connection.told;
+                mem::take(&mut connection.conversation).end(rank, now);
+            }
+            goes_on
+        });
+        if newcomers {
+            self.accept();
+        }
+        self.rank.handle_timeout(now);
+        Ok(true)
     }
 
     /// Waits for something to happen: to the stop handle, the listener, each connection.
-    fn wait(&mut self) -> io::Result<(bool, bool, Vec<PollFlags>)> {
+    fn wait(&mut self, until: Option<Instant>) -> io::Result<(bool, bool, Vec<PollFlags>)> {
         self.paused = self.paused.filter(|until| *until > socket::now());
         let accepting = self.paused.is_none() && self.connections.len() < MAX_CONNECTIONS;
         let mut fds = Vec::with_capacity(2 + self.connections.len());
@@ -163,7 +213,8 @@ impl Server {
             .connections
             .iter()
             .filter_map(|connection| connection.deadline);
-        socket::wait(&mut fds, deadlines.chain(self.paused).min())?;
+        let deadlines = deadlines.chain(self.paused).chain(self.rank.poll_timeout());
+        socket::wait(&mut fds, deadlines.chain(until).min())?;
         let mut happened = fds
             .iter()
             .map(|fd| fd.revents().unwrap_or(PollFlags::empty()))
@@ -180,6 +231,7 @@ impl Server {
                     conversation: Conversation::default(),
                     replies: Vec::new(),
                     over: false,
+                    told: false,
                     deadline: Some(socket::now() + self.timeout),
                 }),
                 Ok(None) => return,
@@ -258,6 +310,7 @@ impl Connection {
             };
             if let Some(end) = end {
                 tracing::warn!(%end, "ended a conversation");
+                self.told = matches!(end, ConversationEnd::Refused(Refusal::Unable { .. }));
                 self.over = true;
             }
             self.stream.transmit(&self.replies)?;

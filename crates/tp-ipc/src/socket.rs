@@ -144,6 +144,10 @@ impl Deadline {
         self.0.saturating_duration_since(now())
     }
 
+    pub(crate) const fn instant(self) -> Instant {
+        self.0
+    }
+
     /// Is it past?
     #[must_use]
     pub fn is_over(self) -> bool {

@@ -4,9 +4,15 @@
 //! coordinator                                   worker (one rank, several pools)
 //!   hello    magic version {instance, stage, rank, pool, geometry, session} ──▶
 //!   ◀── welcome  magic version {the same, as the worker knows it}   or  refused {both sides}
-//!   request  {session, sequence, map runs | unmap runs | ready | headroom}  ──▶
-//!   ◀── reply    {sequence, done | ready | not ready | headroom | failed}   or  violation
+//!   request  {session, sequence, resync all its runs}  ──▶          first on every connection
+//!   ◀── reply    {sequence, resynced {digest, remade, in doubt} | failed}
+//!   request  {session, sequence, map runs | prepare runs | commit | undo | ready | headroom}  ──▶
+//!   ◀── reply    {sequence, done | prepared | committed | undone | …| failed}   or  violation
 //! ```
+//!
+//! A transaction has one sequence number. It begins with map or prepare (the first half of an
+//! unmap), and may go on with undo, or commit after prepare. A rank remembers its last transaction:
+//! the same request again is answered from memory, an earlier number changes nothing.
 //!
 //! Magic and version lead both hellos and never change their place, so that any two versions can
 //! tell each other apart. Pages travel, never byte offsets. What is received is checked whole
@@ -15,16 +21,20 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fmt;
+use std::hash::Hasher;
 
-use kvcached_mapper::{Cause, MapError, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+use fnv::FnvHasher;
+use kvcached_mapper::{
+    After, Cause, Epoch, MapError, PageId, PageRun, PoolId, Rank, Readiness, Resynced, Stage,
+};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
+use crate::InstanceName;
 use crate::frame::{MAX_FRAME_BYTES, push_frame};
-use crate::{Answer, InstanceName, Operation};
 
 /// Version of everything after magic and version themselves.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 
 /// First bytes of either side.
 const MAGIC: [u8; 4] = *b"KVtp";
@@ -35,7 +45,8 @@ const MAX_RUNS_PER_FRAME: usize = (MAX_FRAME_BYTES - 64) / 10;
 /// Longest reason that a worker sends, in bytes.
 const MAX_REASON_BYTES: usize = 1024;
 
-/// One life of a coordinator. A worker answers requests only of the one that greeted it.
+/// One life of a coordinator. A worker answers requests only of the one that greeted it, and never
+/// again one that began before: the later life has the greater number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SessionId(pub u64);
 
@@ -116,6 +127,18 @@ pub enum Refusal {
         /// The worker's.
         worker: GeometryDigest,
     },
+    /// A coordinator that began later was served already.
+    #[error("a later coordinator has taken pool {pool} of the worker over")]
+    Superseded {
+        /// The pool.
+        pool: u16,
+    },
+    /// The worker could not begin, and ends.
+    #[error("the worker cannot serve: {reason}")]
+    Unable {
+        /// Its words.
+        reason: String,
+    },
     /// Another coordinator is connected. The only refusal that waiting can mend.
     #[error("another coordinator is connected to pool {pool} of the worker")]
     Taken {
@@ -156,7 +179,8 @@ pub enum WireError {
 pub struct Request {
     /// Whose request it is.
     pub session: SessionId,
-    /// Grows from one transaction to the next; the parts of a long batch share it.
+    /// Grows from one transaction to the next; the parts of a long batch, and what a transaction
+    /// goes on with, share it.
     pub sequence: u64,
     /// What to do.
     pub command: Command<'static>,
@@ -167,25 +191,68 @@ pub struct Request {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Command<'a> {
-    /// [`Operation::Map`].
+    /// Map these runs.
     Map {
         /// The runs of this part.
         runs: Runs<'a>,
         /// Is it not the last part?
         more: bool,
     },
-    /// [`Operation::Unmap`].
-    Unmap {
+    /// First half of an unmap: make these runs unreachable and keep their memory.
+    Prepare {
+        /// The runs of this part.
+        runs: Runs<'a>,
+        /// What must have ended before; of the last part.
+        after: Waits,
+        /// Is it not the last part?
+        more: bool,
+    },
+    /// Second half of an unmap: give the memory back that this transaction prepared.
+    Commit,
+    /// Take back what this transaction has done, whatever that is.
+    Undo,
+    /// Have exactly these runs mapped.
+    Resync {
         /// The runs of this part.
         runs: Runs<'a>,
         /// Is it not the last part?
         more: bool,
     },
-    /// [`Operation::Ready`].
+    /// Can it map?
     Ready,
-    /// [`Operation::Headroom`].
+    /// How many more pages could it back?
     Headroom,
 }
+
+/// [`After`] on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waits {
+    epoch: Option<u64>,
+    device: bool,
+}
+
+/// A command as it is given, however many frames it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verb<'a> {
+    /// [`Command::Map`].
+    Map(&'a [PageRun]),
+    /// [`Command::Prepare`].
+    Prepare(&'a [PageRun], After),
+    /// [`Command::Commit`].
+    Commit,
+    /// [`Command::Undo`].
+    Undo,
+    /// [`Command::Resync`].
+    Resync(&'a [PageRun]),
+    /// [`Command::Ready`].
+    Ready,
+    /// [`Command::Headroom`].
+    Headroom,
+}
+
+/// What two processes compare to find out whether they mean the same runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunsDigest(u64);
 
 /// Page runs on the wire: pairs of first page and count, checked when they arrive.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -213,8 +280,23 @@ pub enum WorkerMessage {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Reply {
-    /// The batch is done.
+    /// The runs are mapped.
     Done,
+    /// The runs are unreachable, and could be restored.
+    Prepared,
+    /// The memory of what was prepared is given back.
+    Committed,
+    /// What the transaction had done is taken back.
+    Undone,
+    /// The rank has the runs that it must have, but for those in doubt.
+    Resynced {
+        /// Of the runs that are mapped now.
+        digest: RunsDigest,
+        /// Those of them that were not mapped before; they are empty.
+        remade: Part,
+        /// Runs that are neither mapped nor cold, for all that was tried.
+        in_doubt: Runs<'static>,
+    },
     /// This rank can map.
     Ready,
     /// It cannot map yet.
@@ -229,7 +311,7 @@ pub enum Reply {
         /// Why.
         failure: Failure,
         /// What is now unknown.
-        doubt: Doubt,
+        doubt: Part,
     },
 }
 
@@ -246,6 +328,12 @@ pub enum Failure {
         /// Its words.
         reason: String,
     },
+    /// Work that may still touch the memory has not ended within the rank's bound.
+    #[error("epoch {epoch} has not retired")]
+    InFlight {
+        /// The epoch waited for.
+        epoch: u64,
+    },
     /// Its driver, or whatever else it depends on.
     #[error("{reason}")]
     Vmm {
@@ -254,16 +342,16 @@ pub enum Failure {
     },
 }
 
-/// What a rank itself does not know after a failure.
+/// Some of the runs that a request was about.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Doubt {
-    /// Everything is as before.
+pub enum Part {
+    /// None.
     Nothing,
-    /// These runs of the batch.
+    /// These.
     Runs(Runs<'static>),
-    /// All runs of the batch.
-    Batch,
+    /// All.
+    Whole,
 }
 
 /// The hello as it travels.
@@ -363,12 +451,7 @@ pub fn read_greeting(payload: &[u8]) -> Result<Result<Hello, Refusal>, WireError
 }
 
 /// Appends a request: one frame, or several if its batch does not fit into one.
-pub fn push_request(
-    out: &mut Vec<u8>,
-    session: SessionId,
-    sequence: u64,
-    operation: Operation<'_>,
-) {
+pub fn push_request(out: &mut Vec<u8>, session: SessionId, sequence: u64, verb: Verb<'_>) {
     let mut push = |command: Command<'_>| {
         push_frame(out, |payload| {
             let envelope = Envelope {
@@ -379,27 +462,38 @@ pub fn push_request(
             write(payload, &envelope);
         });
     };
-    let parts = |runs: &[PageRun]| runs.len().div_ceil(MAX_RUNS_PER_FRAME);
-    match operation {
-        Operation::Map(runs) => {
-            for (index, part) in runs.chunks(MAX_RUNS_PER_FRAME).enumerate() {
-                push(Command::Map {
-                    runs: Runs(part.into()),
-                    more: index + 1 < parts(runs),
-                });
+    match verb {
+        Verb::Map(runs) => {
+            for (runs, more) in parts(runs) {
+                push(Command::Map { runs, more });
             }
         }
-        Operation::Unmap(runs) => {
-            for (index, part) in runs.chunks(MAX_RUNS_PER_FRAME).enumerate() {
-                push(Command::Unmap {
-                    runs: Runs(part.into()),
-                    more: index + 1 < parts(runs),
-                });
+        Verb::Prepare(runs, after) => {
+            let after = after.into();
+            for (runs, more) in parts(runs) {
+                push(Command::Prepare { runs, after, more });
             }
         }
-        Operation::Ready => push(Command::Ready),
-        Operation::Headroom => push(Command::Headroom),
+        Verb::Resync(runs) => {
+            for (runs, more) in parts(runs) {
+                push(Command::Resync { runs, more });
+            }
+        }
+        Verb::Commit => push(Command::Commit),
+        Verb::Undo => push(Command::Undo),
+        Verb::Ready => push(Command::Ready),
+        Verb::Headroom => push(Command::Headroom),
     }
+}
+
+/// The parts of a batch, each small enough for a frame; one empty part if there are no runs.
+fn parts(runs: &[PageRun]) -> impl Iterator<Item = (Runs<'_>, bool)> {
+    let count = runs.len().div_ceil(MAX_RUNS_PER_FRAME).max(1);
+    (0..count).map(move |part| {
+        let first = part * MAX_RUNS_PER_FRAME;
+        let end = runs.len().min(first + MAX_RUNS_PER_FRAME);
+        (Runs(runs[first..end].into()), part + 1 < count)
+    })
 }
 
 /// Reads a request, or one part of it.
@@ -433,28 +527,12 @@ pub fn read_message(payload: &[u8]) -> Result<WorkerMessage, WireError> {
     read_body(payload, "reply")
 }
 
-impl From<Answer> for Reply {
-    fn from(answer: Answer) -> Self {
-        match answer {
-            Answer::Batch(Ok(())) => Self::Done,
-            Answer::Ready(Ok(Readiness::Ready)) => Self::Ready,
-            Answer::Ready(Ok(Readiness::NotReady(missing))) => {
-                // Who it is, is known where the answer arrives.
-                let reasons: Vec<&str> = missing.iter().map(|m| m.reason.as_str()).collect();
-                Self::NotReady {
-                    reason: shortened(reasons.join("; ")),
-                }
-            }
-            Answer::Headroom(pages) => Self::Headroom(pages),
-            Answer::Batch(Err(error)) | Answer::Ready(Err(error)) => error.into(),
-        }
-    }
-}
-
-impl From<MapError> for Reply {
-    fn from(error: MapError) -> Self {
+impl Reply {
+    /// What a rank says when it could not do what it was told.
+    pub(crate) fn failed(error: MapError) -> Self {
         let failure = match error.cause {
             Cause::OutOfMemory { .. } => Failure::OutOfMemory,
+            Cause::InFlight { epoch } => Failure::InFlight { epoch: epoch.0 },
             state @ Cause::State { .. } => Failure::State {
                 reason: shortened(state.to_string()),
             },
@@ -462,21 +540,68 @@ impl From<MapError> for Reply {
                 reason: shortened(other.to_string()),
             },
         };
-        let doubt = match error.uncertain.len() {
-            0 => Doubt::Nothing,
-            1..=MAX_RUNS_PER_FRAME => Doubt::Runs(Runs(error.uncertain.into())),
-            _ => Doubt::Batch,
-        };
-        Self::Failed { failure, doubt }
+        Self::Failed {
+            failure,
+            doubt: Part::new(error.uncertain),
+        }
+    }
+
+    pub(crate) fn readiness(answer: Result<Readiness, MapError>) -> Self {
+        match answer {
+            Ok(Readiness::Ready) => Self::Ready,
+            Ok(Readiness::NotReady(missing)) => {
+                // Who it is, is known where the answer arrives.
+                let reasons: Vec<&str> = missing.iter().map(|m| m.reason.as_str()).collect();
+                Self::NotReady {
+                    reason: shortened(reasons.join("; ")),
+                }
+            }
+            Err(error) => Self::failed(error),
+        }
+    }
+
+    /// What a rank says that has `mapped` now.
+    pub(crate) fn resynced(answer: Result<Resynced, MapError>, mapped: &[PageRun]) -> Self {
+        match answer {
+            Ok(Resynced { remade, in_doubt }) if in_doubt.len() <= MAX_RUNS_PER_FRAME / 2 => {
+                let remade = match remade.len() {
+                    0..=LONG_PART => Part::new(remade),
+                    _ => Part::Whole,
+                };
+                Self::Resynced {
+                    digest: RunsDigest::new(mapped.iter().copied()),
+                    remade,
+                    in_doubt: Runs(in_doubt.into()),
+                }
+            }
+            Ok(Resynced { in_doubt, .. }) => Self::Failed {
+                failure: Failure::Vmm {
+                    reason: format!("{} runs are in doubt", in_doubt.len()),
+                },
+                doubt: Part::Whole,
+            },
+            Err(error) => Self::failed(error),
+        }
     }
 }
 
-impl Doubt {
-    /// The runs of `batch` that are in doubt; all of them if the rank named anything else.
+/// Runs of a part beside another in one frame.
+const LONG_PART: usize = MAX_RUNS_PER_FRAME / 2;
+
+impl Part {
+    fn new(runs: Vec<PageRun>) -> Self {
+        match runs.len() {
+            0 => Self::Nothing,
+            1..=MAX_RUNS_PER_FRAME => Self::Runs(Runs(runs.into())),
+            _ => Self::Whole,
+        }
+    }
+
+    /// The runs of `batch` that are meant; all of them if the rank named anything else.
     pub(crate) fn of(&self, batch: &[PageRun]) -> Vec<PageRun> {
         match self {
             Self::Nothing => Vec::new(),
-            Self::Batch => batch.to_vec(),
+            Self::Whole => batch.to_vec(),
             Self::Runs(named) => {
                 let named: BTreeSet<PageRun> = named.0.iter().copied().collect();
                 let known = batch.iter().copied().filter(|run| named.contains(run));
@@ -487,6 +612,37 @@ impl Doubt {
                     batch.to_vec()
                 }
             }
+        }
+    }
+}
+
+impl RunsDigest {
+    /// Of runs in ascending order.
+    #[must_use]
+    pub fn new(runs: impl IntoIterator<Item = PageRun>) -> Self {
+        let mut hasher = FnvHasher::default();
+        for run in runs {
+            hasher.write_u32(run.first().0);
+            hasher.write_u32(run.count());
+        }
+        Self(hasher.finish())
+    }
+}
+
+impl From<After> for Waits {
+    fn from(after: After) -> Self {
+        Self {
+            epoch: after.epoch.map(|epoch| epoch.0),
+            device: after.device,
+        }
+    }
+}
+
+impl From<Waits> for After {
+    fn from(waits: Waits) -> Self {
+        Self {
+            epoch: waits.epoch.map(Epoch),
+            device: waits.device,
         }
     }
 }
@@ -704,12 +860,7 @@ mod tests {
             .map(|i| run(u32::MAX - 2 - i, 1))
             .collect();
         let mut bytes = Vec::new();
-        push_request(
-            &mut bytes,
-            SessionId(u64::MAX),
-            u64::MAX,
-            Operation::Map(&runs),
-        );
+        push_request(&mut bytes, SessionId(u64::MAX), u64::MAX, Verb::Map(&runs));
         let mut gathered = Vec::new();
         let mut mores = Vec::new();
         for payload in payloads(&bytes) {
@@ -732,32 +883,30 @@ mod tests {
             cause: Cause::Vmm(kvcached_vmm::VmmError::NotMapped { offset: 4 }),
             uncertain: doubt.clone(),
         };
-        let reply: Reply = Answer::Batch(Err(uncertain)).into();
         let reason = "no mapping begins at offset 4".to_owned();
         assert_eq!(
-            reply,
+            Reply::failed(uncertain),
             Reply::Failed {
                 failure: Failure::Vmm { reason },
-                doubt: Doubt::Runs(Runs(doubt.into()))
+                doubt: Part::Runs(Runs(doubt.into()))
             }
         );
-
-        let full = MapError::clean(Cause::OutOfMemory { at: None });
-        let reply: Reply = Answer::Batch(Err(full)).into();
-        assert_eq!(
-            reply,
-            Reply::Failed {
-                failure: Failure::OutOfMemory,
-                doubt: Doubt::Nothing
-            }
-        );
+        let in_flight = Cause::InFlight { epoch: Epoch(7) };
+        for (cause, failure) in [
+            (Cause::OutOfMemory { at: None }, Failure::OutOfMemory),
+            (in_flight, Failure::InFlight { epoch: 7 }),
+        ] {
+            let doubt = Part::Nothing;
+            let reply = Reply::failed(MapError::clean(cause));
+            assert_eq!(reply, Reply::Failed { failure, doubt });
+        }
 
         let missing = NotReady {
             stage: Stage(9),
             rank: Rank(9),
             reason: "tensors are not there".to_owned(),
         };
-        let reply: Reply = Answer::Ready(Ok(Readiness::NotReady(vec![missing]))).into();
+        let reply = Reply::readiness(Ok(Readiness::NotReady(vec![missing])));
         assert_eq!(
             reply,
             Reply::NotReady {
@@ -767,14 +916,38 @@ mod tests {
     }
 
     #[test]
-    fn only_runs_of_the_batch_are_ever_in_doubt() {
+    fn only_runs_of_the_batch_are_ever_meant() {
         let batch = [run(0, 2), run(4, 1), run(9, 3)];
-        let runs = |runs: &[PageRun]| Doubt::Runs(Runs(runs.to_vec().into()));
-        assert_eq!(Doubt::Nothing.of(&batch), []);
+        let runs = |runs: &[PageRun]| Part::Runs(Runs(runs.to_vec().into()));
+        assert_eq!(Part::Nothing.of(&batch), []);
         assert_eq!(runs(&[run(4, 1)]).of(&batch), [run(4, 1)]);
-        assert_eq!(Doubt::Batch.of(&batch), batch);
+        assert_eq!(Part::Whole.of(&batch), batch);
         // Whoever names something else may mean anything.
         assert_eq!(runs(&[run(4, 1), run(5, 1)]).of(&batch), batch);
+    }
+
+    #[test]
+    fn a_digest_tells_sets_of_runs_apart() {
+        let digest = |runs: &[PageRun]| RunsDigest::new(runs.iter().copied());
+        let sets = [
+            &[][..],
+            &[run(0, 1)],
+            &[run(0, 2)],
+            &[run(1, 1)],
+            &[run(0, 1), run(1, 1)],
+        ];
+        for (index, set) in sets.iter().enumerate() {
+            for (other, other_set) in sets.iter().enumerate() {
+                assert_eq!(digest(set) == digest(other_set), index == other);
+            }
+        }
+        // The two sides may be built by different compilers, so the numbers are fixed: FNV-1a,
+        // whose offset basis is published.
+        assert_eq!(digest(&[]), RunsDigest(0xcbf2_9ce4_8422_2325));
+        let bytes = [0, 0, 0, 0, 1, 0, 0, 0];
+        let fnv = |hash: u64, byte: &u64| (hash ^ byte).wrapping_mul(0x0100_0000_01b3);
+        let expected = bytes.iter().fold(0xcbf2_9ce4_8422_2325, fnv);
+        assert_eq!(digest(&[run(0, 1)]), RunsDigest(expected));
     }
 
     #[test]
@@ -786,18 +959,29 @@ mod tests {
             }),
             uncertain: uncertain.to_vec(),
         };
-        for (uncertain, batch) in [(&runs[..], true), (&runs[1..], false)] {
-            let reply = Reply::from(error(uncertain));
-            let Reply::Failed { doubt, .. } = &reply else {
-                panic!("{reply:?}")
-            };
-            assert_eq!(*doubt == Doubt::Batch, batch);
+        let fits = |reply: Reply| {
             let message = WorkerMessage::Reply {
                 sequence: u64::MAX,
                 reply,
             };
             let payload = only_payload(|out| push_message(out, &message));
             assert_eq!(read_message(&payload), Ok(message));
+        };
+        for (uncertain, whole) in [(&runs[..], true), (&runs[1..], false)] {
+            let reply = Reply::failed(error(uncertain));
+            let Reply::Failed { doubt, .. } = &reply else {
+                panic!("{reply:?}")
+            };
+            assert_eq!(*doubt == Part::Whole, whole);
+            fits(reply);
+        }
+        let half = &runs[..LONG_PART];
+        for (remade, in_doubt) in [(half, half), (&runs, half), (half, &runs)] {
+            let resynced = Resynced {
+                remade: remade.to_vec(),
+                in_doubt: in_doubt.to_vec(),
+            };
+            fits(Reply::resynced(Ok(resynced), &runs));
         }
     }
 
@@ -806,16 +990,19 @@ mod tests {
         fn requests_arrive_as_they_were_sent(
             pairs in prop::collection::vec((0u32..1000, 1u32..64), 1..20),
             unmap: bool,
+            epoch: Option<u64>,
+            device: bool,
             session: u64,
             sequence: u64,
         ) {
             let runs: Vec<PageRun> = pairs.into_iter().map(|(f, c)| run(f, c)).collect();
-            let operation = if unmap { Operation::Unmap(&runs) } else { Operation::Map(&runs) };
+            let after = After { epoch: epoch.map(Epoch), device };
+            let verb = if unmap { Verb::Prepare(&runs, after) } else { Verb::Map(&runs) };
             let payload =
-                only_payload(|out| push_request(out, SessionId(session), sequence, operation));
+                only_payload(|out| push_request(out, SessionId(session), sequence, verb));
             let runs = Runs(runs.clone().into());
             let command = if unmap {
-                Command::Unmap { runs, more: false }
+                Command::Prepare { runs, after: after.into(), more: false }
             } else {
                 Command::Map { runs, more: false }
             };

@@ -1,6 +1,6 @@
 //! Broadcast targets: each remote rank exactly once, no local rank, nothing for a group of one.
 
-use kvcached_mapper::{PageRun, Rank, Readiness, Stage};
+use kvcached_mapper::{After, PageRun, Rank, Readiness, Stage};
 use kvcached_tp_ipc::{Answer, Operation, Topology};
 use proptest::prelude::*;
 
@@ -53,7 +53,7 @@ proptest! {
             (Call::Map, Operation::Map(&batch), Answer::Batch(Ok(()))),
             (Call::Headroom, Operation::Headroom, Answer::Headroom(Some(100))),
             (Call::Ready, Operation::Ready, Answer::Ready(Ok(Readiness::Ready))),
-            (Call::Unmap, Operation::Unmap(&batch), Answer::Batch(Ok(()))),
+            (Call::Prepare, Operation::Unmap(&batch, After::DEVICE), Answer::Batch(Ok(()))),
         ];
         for (call, operation, expected) in operations {
             prop_assert_eq!(engine.perform(operation, &faults), expected);
@@ -67,10 +67,14 @@ proptest! {
                 remotes.iter().map(|at| (*at, content.clone())).collect();
             prop_assert_eq!(sent(&log, call), each_once);
             prop_assert_eq!(called(&log, call), all.clone());
-            // Nothing else was sent, to nobody.
+            // Nothing else was sent, to nobody, but the second half of an unmap.
+            let halves = if call == Call::Prepare { 2 } else { 1 };
             let messages =
                 log.iter().filter(|e| matches!(e, Event::Sent { .. } | Event::Greeted { .. }));
-            prop_assert_eq!(messages.count(), remotes.len());
+            prop_assert_eq!(messages.count(), halves * remotes.len());
+            if halves == 2 {
+                prop_assert_eq!(called(&log, Call::Commit), all.clone());
+            }
         }
     }
 
@@ -80,13 +84,21 @@ proptest! {
     fn no_fault_makes_a_message_go_twice_or_astray(
         topology in topologies(),
         faults in faults(),
+        unmap: bool,
         mask in 1u8..,
     ) {
         let mut engine = Engine::connected(&topology);
-        let _ = engine.perform(Operation::Map(&runs(mask)), &faults);
+        let batch = runs(mask);
+        let mut operation = Operation::Map(&batch);
+        if unmap {
+            let _ = engine.perform(operation, &Faults::default());
+            engine.take_log();
+            operation = Operation::Unmap(&batch, After::DEVICE);
+        }
+        let _ = engine.perform(operation, &faults);
         let log = engine.take_log();
         let remotes = engine.remotes();
-        for call in [Call::Map, Call::Unmap] {
+        for call in [Call::Map, Call::Prepare, Call::Commit, Call::Undo] {
             let mut targets: Vec<At> = sent(&log, call).into_iter().map(|(at, _)| at).collect();
             prop_assert!(targets.iter().all(|at| remotes.contains(at)));
             prop_assert!(targets.iter().all(|at| topology.local() != Some(*at)));
@@ -102,12 +114,20 @@ proptest! {
     fn all_requests_leave_before_the_first_answer_is_awaited(
         topology in topologies(),
         faults in faults(),
+        unmap: bool,
         mask in 1u8..,
     ) {
         let mut engine = Engine::connected(&topology);
-        let _ = engine.perform(Operation::Map(&runs(mask)), &faults);
+        let batch = runs(mask);
+        let mut operation = Operation::Map(&batch);
+        if unmap {
+            let _ = engine.perform(operation, &Faults::default());
+            engine.take_log();
+            operation = Operation::Unmap(&batch, After::DEVICE);
+        }
+        let _ = engine.perform(operation, &faults);
         let log = engine.take_log();
-        for call in [Call::Map, Call::Unmap] {
+        for call in [Call::Map, Call::Prepare, Call::Commit, Call::Undo] {
             let is_sent = |event: &Event| matches!(event, Event::Sent { call: c, .. } if *c == call);
             let Some(first) = log.iter().position(is_sent) else { continue };
             let last = log.iter().rposition(is_sent).unwrap();
@@ -124,12 +144,13 @@ proptest! {
             Operation::Map(&batch),
             Operation::Ready,
             Operation::Headroom,
-            Operation::Unmap(&batch),
+            Operation::Unmap(&batch, After::DEVICE),
+            Operation::Reconcile(&batch),
         ] {
             let _ = engine.perform(operation, &Faults::default());
         }
         let log = engine.take_log();
-        prop_assert_eq!(log.len(), 4);
+        prop_assert_eq!(log.len(), 5);
         prop_assert!(log.iter().all(|event| matches!(event, Event::Called { .. })), "{:?}", log);
     }
 }

@@ -1,11 +1,14 @@
 //! Local first, and all or nothing: the local rank has done its part, and it was checked, before
 //! anything is sent. If it fails, nothing is sent and nothing has changed. If another rank fails,
 //! everything is undone on exactly the ranks that did it, the local one included; what cannot be
-//! known is named, and its rank is suspect.
+//! known is named, and its rank is suspect, or degraded where it can still be spoken to. One
+//! reconciliation then makes all ranks equal.
 
 use std::collections::BTreeSet;
 
-use kvcached_mapper::{Cause, MapError, Mapper, PageRun, PeerCause, Rank, Stage};
+use kvcached_mapper::{
+    After, Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Reconciled, Stage,
+};
 use kvcached_tp_ipc::{Answer, Operation};
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -22,18 +25,40 @@ struct Step {
     faults: Faults,
     /// A connection that ends before.
     cut: Option<Index>,
+    /// A rank that is replaced by another process before.
+    replaced: Option<Index>,
+    /// Is everything mended afterwards?
+    reconciled: bool,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let cut = prop_oneof![12 => Just(None), 1 => any::<Index>().prop_map(Some)];
-    let step =
-        (any::<bool>(), any::<u8>(), faults(), cut).prop_map(|(unmap, mask, faults, cut)| Step {
+    let replaced = cut.clone();
+    let step = (
+        any::<bool>(),
+        any::<u8>(),
+        faults(),
+        cut,
+        replaced,
+        any::<bool>(),
+    )
+        .prop_map(|(unmap, mask, faults, cut, replaced, reconciled)| Step {
             unmap,
             mask,
             faults,
             cut,
+            replaced,
+            reconciled,
         });
-    prop::collection::vec(step, 1..6)
+    prop::collection::vec(step, 1..8)
+}
+
+/// One reconciliation in which nothing goes wrong.
+fn reconcile(engine: &mut Engine, doubtful: &[PageRun]) -> Reconciled {
+    match engine.perform(Operation::Reconcile(doubtful), &Faults::default()) {
+        Answer::Reconciled(Ok(reconciled)) => reconciled,
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Sends a batch through the engine and returns what it came to.
@@ -44,7 +69,7 @@ fn batch(
     faults: &Faults,
 ) -> Result<(), MapError> {
     let operation = if unmap {
-        Operation::Unmap(batch)
+        Operation::Unmap(batch, After::DEVICE)
     } else {
         Operation::Map(batch)
     };
@@ -111,108 +136,120 @@ proptest! {
         let remotes = engine.remotes();
         let alone = remotes.is_empty();
         let mut expected: BTreeSet<PageRun> = BTreeSet::new();
-        let mut was_cut = false;
+        let mut quarantined: BTreeSet<PageRun> = BTreeSet::new();
+        let mut content_lost: BTreeSet<At> = BTreeSet::new();
 
-        for Step { unmap, mask, faults, cut } in steps {
-            let chosen = runs(mask);
-            let chosen: Vec<PageRun> =
-                chosen.into_iter().filter(|run| expected.contains(run) == unmap).collect();
-            let was_fenced = !engine.suspects().is_empty();
+        for Step { unmap, mask, faults, cut, replaced, reconciled } in steps {
+            let chosen: Vec<PageRun> = runs(mask)
+                .into_iter()
+                .filter(|run| expected.contains(run) == unmap && !quarantined.contains(run))
+                .collect();
+            let was_fenced = engine.health().is_fenced();
             if let (Some(index), false) = (cut, alone) {
                 engine.cut(index.index(remotes.len()));
-                was_cut = true;
             }
+            if let (Some(index), false) = (replaced, alone) {
+                let index = index.index(remotes.len());
+                engine.replace(index);
+                if expected.iter().any(|run| !quarantined.contains(run)) {
+                    content_lost.insert(remotes[index]);
+                }
+            }
+            let broken = was_fenced || !alone && (cut.is_some() || replaced.is_some());
             let result = batch(&mut engine, unmap, &chosen, &faults);
             let log = engine.take_log();
             let suspects = engine.suspects();
-            let (apply, undo) = if unmap { (Call::Unmap, Call::Map) } else { (Call::Map, Call::Unmap) };
+            let begin = if unmap { Call::Prepare } else { Call::Map };
 
             // Local first: before it was called, and unless it did it, nothing is sent.
             if let Some(first) = log.iter().position(|e| matches!(e, Event::Sent { .. }))
                 && let Some(at) = topology.local()
             {
-                let call = Event::Called { at, call: apply, runs: chosen.clone() };
+                let call = Event::Called { at, call: begin, runs: chosen.clone() };
                 prop_assert_eq!(log.iter().position(|event| *event == call), Some(0));
                 prop_assert!(first > 0);
                 prop_assert_eq!(faults.local, None);
             }
 
-            let Err(error) = result else {
-                if unmap {
-                    expected.retain(|run| !chosen.contains(run));
-                } else {
-                    expected.extend(chosen);
-                }
-                prop_assert!(suspects.is_empty() || log.is_empty());
-                for (at, mapper) in engine.mappers() {
-                    if log.is_empty() {
-                        break;
+            match result {
+                Ok(()) => {
+                    prop_assert!(!was_fenced || chosen.is_empty());
+                    if unmap {
+                        expected.retain(|run| !chosen.contains(run));
+                    } else {
+                        expected.extend(&chosen);
                     }
+                }
+                Err(error) => {
+                    // Only runs of the batch are ever in doubt.
+                    prop_assert!(error.uncertain.iter().all(|run| chosen.contains(run)));
+                    quarantined.extend(&error.uncertain);
+                    if log.is_empty() {
+                        // Fenced, or a connection that was gone before: nothing was begun.
+                        prop_assert!(broken);
+                        prop_assert!(error.uncertain.is_empty());
+                        prop_assert_eq!(blamed(&error.cause), suspects.first().copied());
+                        let diverged = matches!(error.cause, Cause::Diverged { .. });
+                        prop_assert!(diverged);
+                    } else if topology.local().is_some() && faults.local.is_some() {
+                        // Local failure: the local mapper's own words, and nothing was sent.
+                        prop_assert_eq!(messages(&log), 0);
+                        prop_assert_eq!(blamed(&error.cause), None);
+                        let in_doubt = matches!(faults.local, Some(Refusing::Doubt { .. }));
+                        prop_assert_eq!(!error.uncertain.is_empty(), in_doubt);
+                    } else {
+                        // A remote failure: blamed on a rank that had one, by its real stage and
+                        // rank.
+                        let at = blamed(&error.cause).expect("a remote rank is to blame");
+                        let index = remotes.iter().position(|remote| *remote == at);
+                        let fault = nth(&faults.remote, index.expect("it is a rank"));
+                        prop_assert!(explains(fault, &error.cause), "{:?} is no {}", fault, error.cause);
+                        // Undone on exactly those that did it, and were known to have.
+                        let did: BTreeSet<At> = (0..remotes.len())
+                            .filter(|index| nth(&faults.remote, *index).is_harmless())
+                            .map(|index| remotes[index])
+                            .collect();
+                        prop_assert_eq!(sent(&log, Call::Undo), did);
+                        if let Some(at) = topology.local() {
+                            let undone = Event::Called { at, call: Call::Undo, runs: chosen.clone() };
+                            prop_assert!(log.contains(&undone));
+                        }
+                        // Whoever cannot be relied on is suspect, and its pages are in doubt.
+                        let degraded = matches!(engine.health(), Health::Degraded { .. });
+                        prop_assert!(suspects.is_empty() || !error.uncertain.is_empty());
+                        prop_assert!(error.uncertain.is_empty() || degraded || !suspects.is_empty());
+                    }
+                }
+            }
+            prop_assert_eq!(engine.agreed(), expected.clone());
+            // Whoever counts has what it should, but for what is in doubt.
+            for (at, mapper) in engine.mappers() {
+                if suspects.contains(&at) {
+                    continue;
+                }
+                let mapped = mapper.mapped();
+                let differs: Vec<_> = mapped.symmetric_difference(&expected).collect();
+                let known = differs.iter().all(|run| quarantined.contains(run));
+                // A rank that was replaced and not spoken to since looks as it did.
+                prop_assert!(known || broken && chosen.is_empty(), "{:?} has {:?}", at, mapped);
+            }
+
+            if reconciled {
+                let doubtful: Vec<PageRun> = quarantined.iter().copied().collect();
+                let found = reconcile(&mut engine, &doubtful);
+                engine.take_log();
+                prop_assert_eq!(engine.health(), Health::Healthy);
+                for (at, mapper) in engine.mappers() {
                     prop_assert_eq!(mapper.mapped(), expected.clone(), "{:?}", at);
                 }
-                continue;
-            };
-
-            // Only runs of the batch are ever in doubt, and they are all that may differ.
-            let doubt: BTreeSet<PageRun> = error.uncertain.iter().copied().collect();
-            prop_assert!(doubt.iter().all(|run| chosen.contains(run)));
-            if !was_fenced {
-                for (at, mapper) in engine.mappers() {
-                    let mapped = mapper.mapped();
-                    prop_assert!(
-                        mapped.symmetric_difference(&expected).all(|run| doubt.contains(run)),
-                        "{:?} has {:?}, not {:?}, after {}", at, mapped, expected, error
-                    );
-                    if !alone && !suspects.contains(&at) {
-                        prop_assert_eq!(mapped, expected.clone(), "{:?} after {}", at, error);
-                    }
-                }
+                let (mapped, cold): (Vec<PageRun>, Vec<PageRun>) =
+                    doubtful.iter().partition(|run| expected.contains(run));
+                prop_assert_eq!((found.mapped, found.cold), (mapped, cold));
+                let lost: BTreeSet<At> = found.lost.iter().copied().collect();
+                prop_assert!(content_lost.is_subset(&lost), "{:?} {:?}", content_lost, lost);
+                quarantined.clear();
+                content_lost.clear();
             }
-
-            if was_fenced {
-                // Fenced: nothing is done anywhere.
-                prop_assert_eq!(blamed(&error.cause), suspects.first().copied());
-                let diverged = matches!(error.cause, Cause::Diverged { .. });
-                prop_assert!(diverged && doubt.is_empty() && log.is_empty());
-                continue;
-            }
-            if log.is_empty() {
-                // A connection that was gone before: nothing was begun, nothing is in doubt.
-                prop_assert!(doubt.is_empty());
-                prop_assert!(was_cut);
-                continue;
-            }
-            if topology.local().is_some() && faults.local.is_some() {
-                // Local failure: the local mapper's own words, and nothing was sent.
-                prop_assert_eq!(messages(&log), 0);
-                prop_assert_eq!(blamed(&error.cause), None);
-                let in_doubt = matches!(faults.local, Some(Refusing::Doubt { .. }));
-                prop_assert_eq!(!doubt.is_empty(), in_doubt);
-                prop_assert_eq!(!suspects.is_empty(), in_doubt && !alone);
-                if in_doubt && alone {
-                    // Nobody to differ from; what becomes of the run is decided above.
-                    return Ok(());
-                }
-                continue;
-            }
-            // A remote failure: blamed on a rank that had one, by its real stage and rank.
-            let at = blamed(&error.cause).expect("a remote rank is to blame");
-            let index = remotes.iter().position(|remote| *remote == at).expect("it is a rank");
-            let fault = nth(&faults.remote, index);
-            prop_assert!(!fault.is_harmless());
-            prop_assert!(explains(fault, &error.cause), "{:?} is no {}", fault, error.cause);
-            // Undone on exactly those that did it, and were known to have.
-            let did: BTreeSet<At> = (0..remotes.len())
-                .filter(|index| nth(&faults.remote, *index).is_harmless())
-                .map(|index| remotes[index])
-                .collect();
-            prop_assert_eq!(sent(&log, undo), did);
-            let local_undone = topology.local().is_some_and(|at| {
-                log.contains(&Event::Called { at, call: undo, runs: chosen.clone() })
-            });
-            prop_assert_eq!(local_undone, topology.local().is_some());
-            // What is unknown is named, and its rank is suspect; otherwise nobody is.
-            prop_assert_eq!(suspects.is_empty(), doubt.is_empty());
         }
     }
 }
@@ -329,8 +366,12 @@ fn a_page_that_another_rank_has_already_shows_and_stays_there() {
         ),
         "{error}"
     );
-    assert_eq!(error.uncertain, []);
+    // That it has other pages is known by now: it does not count until it has the same.
+    assert_eq!(engine.suspects(), [at]);
     assert_eq!(mapped(&engine), [vec![], vec![], runs(0b1)]);
+    let found = reconcile(&mut engine, &error.uncertain);
+    assert_eq!(found.cold, error.uncertain);
+    assert_eq!(mapped(&engine), vec![Vec::<PageRun>::new(); 3]);
 }
 
 #[test]
@@ -364,11 +405,11 @@ fn a_lost_reply_is_not_success_and_fences_the_rank() {
 }
 
 #[test]
-fn an_undo_that_fails_is_named_and_fences_its_rank() {
+fn an_undo_that_fails_is_named_and_degrades_its_rank() {
     let mut engine = three_ranks();
     let faults = Faults {
         remote: vec![Fault::Fine, Fault::Refuses(Refusing::Full)],
-        remote_undo: vec![Fault::Refuses(Refusing::Driver)],
+        remote_then: vec![Fault::Refuses(Refusing::Driver)],
         ..Faults::default()
     };
     let error = batch(&mut engine, false, &runs(0b1), &faults).unwrap_err();
@@ -377,12 +418,25 @@ fn an_undo_that_fails_is_named_and_fences_its_rank() {
         "full is a normal answer only if nothing is in doubt"
     );
     assert_eq!(error.uncertain, runs(0b1));
-    assert_eq!(engine.suspects(), [(Stage(0), Rank(1))]);
+    assert_eq!(degraded(&engine), [(Stage(0), Rank(1))]);
     assert_eq!(mapped(&engine), [vec![], runs(0b1), vec![]]);
+    // Everything else goes on meanwhile.
+    let other = batch(&mut engine, false, &runs(0b10), &Faults::default());
+    assert_eq!(other, Ok(()));
+    assert_eq!(reconcile(&mut engine, &runs(0b1)).cold, runs(0b1));
+    assert_eq!(mapped(&engine), vec![runs(0b10); 3]);
+}
+
+/// Ranks in doubt that can be spoken to.
+fn degraded(engine: &Engine) -> Vec<At> {
+    match engine.health() {
+        Health::Degraded { ranks, .. } => ranks.iter().map(|it| (it.stage, it.rank)).collect(),
+        other => panic!("{other}"),
+    }
 }
 
 #[test]
-fn a_local_undo_that_fails_is_named_and_fences_this_process() {
+fn a_local_undo_that_fails_is_named_and_degrades_this_process() {
     let mut engine = three_ranks();
     let faults = Faults {
         local_undo: Some(Refusing::Driver),
@@ -391,8 +445,74 @@ fn a_local_undo_that_fails_is_named_and_fences_this_process() {
     };
     let error = batch(&mut engine, false, &runs(0b1), &faults).unwrap_err();
     assert_eq!(error.uncertain, runs(0b1));
-    assert_eq!(engine.suspects(), [(Stage(0), Rank(0))]);
+    assert_eq!(degraded(&engine), [(Stage(0), Rank(0))]);
     assert_eq!(mapped(&engine), [runs(0b1), vec![], vec![]]);
+    assert_eq!(reconcile(&mut engine, &runs(0b1)).cold, runs(0b1));
+    assert_eq!(mapped(&engine), vec![Vec::<PageRun>::new(); 3]);
+}
+
+/// A commit is never taken back: a rank that does not confirm it is suspect, and gets there.
+#[test]
+fn an_unmap_that_was_decided_is_only_ever_finished() {
+    for fault in [Fault::RequestLost, Fault::ReplyLost, Fault::CutBefore] {
+        let mut engine = three_ranks();
+        batch(&mut engine, false, &runs(0b11), &Faults::default()).unwrap();
+        let faults = Faults {
+            remote_then: vec![Fault::Fine, fault],
+            ..Faults::default()
+        };
+        assert_eq!(batch(&mut engine, true, &runs(0b1), &faults), Ok(()));
+        assert_eq!(engine.suspects(), [(Stage(0), Rank(2))]);
+        assert_eq!(reconcile(&mut engine, &[]), Reconciled::default());
+        assert_eq!(mapped(&engine), vec![runs(0b10); 3]);
+    }
+}
+
+/// A rank that comes back as the same process has lost nothing; another process in its place has.
+#[test]
+fn a_rank_that_was_replaced_is_told_to_have_lost_its_content() {
+    let mut engine = three_ranks();
+    batch(&mut engine, false, &runs(0b11), &Faults::default()).unwrap();
+    engine.cut(0);
+    assert_eq!(reconcile(&mut engine, &[]), Reconciled::default());
+    engine.replace(1);
+    let lost = reconcile(&mut engine, &[]).lost;
+    assert_eq!(lost, [(Stage(0), Rank(2))]);
+    assert_eq!(mapped(&engine), vec![runs(0b11); 3]);
+    // And that is told once.
+    assert_eq!(reconcile(&mut engine, &[]), Reconciled::default());
+}
+
+/// What a rank claims to have is not believed: its digest must be right.
+#[test]
+fn a_rank_that_has_other_runs_than_it_was_told_stays_suspect() {
+    let mut engine = three_ranks();
+    batch(&mut engine, false, &runs(0b11), &Faults::default()).unwrap();
+    engine.cut(0);
+    let faults = Faults {
+        resync: vec![Fault::Refuses(Refusing::Full)],
+        ..Faults::default()
+    };
+    let answer = engine.perform(Operation::Reconcile(&[]), &faults);
+    let full = Cause::OutOfMemory {
+        at: Some((Stage(0), Rank(1))),
+    };
+    assert_eq!(answer, Answer::Reconciled(Err(MapError::clean(full))));
+    assert_eq!(engine.suspects(), [(Stage(0), Rank(1))]);
+    let (_, behind) = engine.mappers().remove(1);
+    behind.forget_on_resync();
+    let answer = engine.perform(Operation::Reconcile(&[]), &Faults::default());
+    let Answer::Reconciled(Err(error)) = answer else {
+        panic!("{answer:?}")
+    };
+    assert_eq!(
+        error.to_string(),
+        "stage 0, rank 1 did not resynchronise: protocol violation: it has other runs than it was \
+         told to have"
+    );
+    assert_eq!(engine.suspects(), [(Stage(0), Rank(1))]);
+    reconcile(&mut engine, &[]);
+    assert_eq!(mapped(&engine), vec![runs(0b11); 3]);
 }
 
 /// A rank that died while nothing was under way is noticed before anything is done.
@@ -414,7 +534,7 @@ fn a_batch_waits_twice_its_bound_at_most() {
     let mut engine = three_ranks();
     let faults = Faults {
         remote: vec![Fault::Fine, Fault::RequestLost],
-        remote_undo: vec![Fault::ReplyLost],
+        remote_then: vec![Fault::ReplyLost],
         ..Faults::default()
     };
     let begun = engine.now();

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvcached_mapper::{After, MapError, Mapper, PageId, PageRun, PoolId, Rank, Readiness, Stage};
+use kvcached_mapper::{
+    After, MapError, Mapper, PageId, PageRun, PoolId, Rank, RankMapper, Readiness, Resynced, Stage,
+};
 use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, ConnectError, Deadline, Endpoint, EndpointDir, GeometryDigest,
     RuntimeDir, ServedPool, Server, ServerConfig, SessionId, StopHandle, Topology,
@@ -102,6 +104,11 @@ impl Recorder {
         self.mapped.lock().unwrap().clone()
     }
 
+    fn forget(&self, runs: &[PageRun]) {
+        let mut mapped = self.mapped.lock().unwrap();
+        mapped.retain(|run| !runs.contains(run));
+    }
+
     /// How often it was told to map or unmap.
     pub(crate) fn calls(&self) -> usize {
         *self.calls.lock().unwrap()
@@ -111,8 +118,8 @@ impl Recorder {
 impl Mapper for Recorder {
     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
         if let Some(gate) = &self.gate {
-            gate.come.send(()).unwrap();
             // The keeper going away opens it for good.
+            let _ = gate.come.send(());
             let _ = gate.go.lock().unwrap().recv();
         }
         *self.calls.lock().unwrap() += 1;
@@ -122,10 +129,7 @@ impl Mapper for Recorder {
 
     fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
         *self.calls.lock().unwrap() += 1;
-        self.mapped
-            .lock()
-            .unwrap()
-            .retain(|run| !runs.contains(run));
+        self.forget(runs);
         Ok(())
     }
 
@@ -135,6 +139,36 @@ impl Mapper for Recorder {
 
     fn ready(&self) -> Result<Readiness, MapError> {
         Ok(Readiness::Ready)
+    }
+}
+
+impl RankMapper for Recorder {
+    fn prepare_unmap(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.unmap_after(runs, after)
+    }
+
+    fn commit_unmap(&self, _: &[PageRun]) {}
+
+    fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.mapped.lock().unwrap().extend_from_slice(runs);
+        Ok(())
+    }
+
+    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        let mut mapped = self.mapped.lock().unwrap();
+        let remade = wanted.iter().filter(|run| !mapped.contains(run));
+        let remade = remade.copied().collect();
+        *mapped = wanted.to_vec();
+        Ok(Resynced {
+            remade,
+            in_doubt: Vec::new(),
+        })
+    }
+
+    fn mapped(&self) -> Vec<PageRun> {
+        let mut mapped = Self::mapped(self);
+        mapped.sort_unstable();
+        mapped
     }
 }
 
@@ -165,7 +199,7 @@ pub(crate) fn server_config(
     mapper: &Arc<Recorder>,
     timeout: Duration,
 ) -> ServerConfig {
-    let mapper: Arc<dyn Mapper> = mapper.clone();
+    let mapper: Arc<dyn RankMapper> = mapper.clone();
     let pools = vec![ServedPool {
         pool: POOL,
         geometry: geometry(),
@@ -177,6 +211,7 @@ pub(crate) fn server_config(
         rank,
         pools,
         timeout,
+        orphan_timeout: LONG,
     }
 }
 
@@ -230,7 +265,7 @@ pub(crate) fn connect(
     local: Option<&Arc<Recorder>>,
     timeout: Duration,
 ) -> Result<Broadcast, ConnectError> {
-    let local = local.cloned().map(|local| local as Arc<dyn Mapper>);
+    let local = local.cloned().map(|local| local as Arc<dyn RankMapper>);
     Broadcast::connect(config(dir, topology, timeout), local, Deadline::after(LONG))
 }
 

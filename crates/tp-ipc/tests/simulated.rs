@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
-    After, Cause, MapError, Mapper, NotReady, PageId, PageRun, PoolId, Rank, Readiness, Stage,
+    After, Cause, Health, MapError, Mapper, NotReady, PageId, PageRun, PoolId, Rank, RankMapper,
+    Readiness, Resynced, Stage,
 };
-use kvcached_tp_ipc::wire::{self, Command, Doubt, Failure, Reply, WorkerMessage};
+use kvcached_tp_ipc::wire::{self, Command, Failure, Part, Reply, WorkerMessage};
 use kvcached_tp_ipc::{
     Answer, Conversation, Endpoint, Fanout, FrameDecoder, GeometryDigest, Hello, Operation,
     PeerIndex, Place, ServedPool, ServedRank, SessionId, Step, Topology,
@@ -49,7 +50,11 @@ pub(crate) enum Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Call {
     Map,
-    Unmap,
+    Prepare,
+    Commit,
+    /// Of whatever the transaction did.
+    Undo,
+    Resync,
     Ready,
     Headroom,
 }
@@ -115,6 +120,8 @@ pub(crate) struct Recorder {
 #[derive(Debug)]
 struct State {
     mapped: BTreeSet<PageRun>,
+    prepared: BTreeSet<PageRun>,
+    forgets: bool,
     refusing: VecDeque<Option<Refusing>>,
     says: Says,
     headroom: Option<u32>,
@@ -147,8 +154,10 @@ pub(crate) struct Faults {
     /// While the local rank is at work, the connection to the first remote one ends.
     pub(crate) cut_meanwhile: bool,
     pub(crate) hello: Vec<Fault>,
+    pub(crate) resync: Vec<Fault>,
     pub(crate) remote: Vec<Fault>,
-    pub(crate) remote_undo: Vec<Fault>,
+    /// In what a rank is told to go on with: commit or undo.
+    pub(crate) remote_then: Vec<Fault>,
     /// Which of the ranks that have something to say is heard next, over and over.
     pub(crate) order: Vec<Index>,
 }
@@ -173,6 +182,8 @@ impl Recorder {
     fn new(at: At, log: &Arc<Mutex<Vec<Event>>>) -> Arc<Self> {
         let state = State {
             mapped: BTreeSet::new(),
+            prepared: BTreeSet::new(),
+            forgets: false,
             refusing: VecDeque::new(),
             says: Says::Ready,
             headroom: Some(100),
@@ -196,6 +207,11 @@ impl Recorder {
         self.state.lock().unwrap().headroom = headroom;
     }
 
+    /// The next resynchronisation leaves out the first run, and nobody says so.
+    pub(crate) fn forget_on_resync(&self) {
+        self.state.lock().unwrap().forgets = true;
+    }
+
     /// What the next batches come to, one entry each.
     fn refuse(&self, refusing: impl IntoIterator<Item = Option<Refusing>>) {
         self.state.lock().unwrap().refusing = refusing.into_iter().collect();
@@ -210,11 +226,16 @@ impl Recorder {
         self.log.lock().unwrap().push(event);
     }
 
+    /// Moves runs from one set to the other, as far as it does not refuse.
     fn batch(&self, call: Call, runs: &[PageRun]) -> Result<(), MapError> {
         self.called(call, runs);
         let mut state = self.state.lock().unwrap();
         for &run in runs {
-            if state.mapped.contains(&run) == (call == Call::Map) {
+            let wrong = match call {
+                Call::Map => state.mapped.contains(&run) || state.prepared.contains(&run),
+                _ => !state.mapped.contains(&run),
+            };
+            if wrong {
                 let call = if call == Call::Map { "map" } else { "unmap" };
                 return Err(MapError::clean(Cause::State {
                     call,
@@ -233,18 +254,25 @@ impl Recorder {
             Call::Map => state.mapped.extend(done),
             _ => state.mapped.retain(|run| !done.contains(run)),
         }
-        let cause = Cause::Vmm(VmmError::Unavailable {
-            reason: "it fell off the bus".to_owned(),
-        });
-        match refusing {
-            None => Ok(()),
-            Some(Refusing::Full) => Err(MapError::clean(Cause::OutOfMemory { at: None })),
-            Some(Refusing::Driver) => Err(MapError::clean(cause)),
-            Some(Refusing::Doubt { .. }) => Err(MapError {
-                cause,
-                uncertain: vec![runs[0]],
-            }),
+        if call == Call::Prepare && refusing.is_none() {
+            state.prepared.extend(done);
         }
+        refuse(refusing, runs)
+    }
+}
+
+fn refuse(refusing: Option<Refusing>, runs: &[PageRun]) -> Result<(), MapError> {
+    let cause = Cause::Vmm(VmmError::Unavailable {
+        reason: "it fell off the bus".to_owned(),
+    });
+    match refusing {
+        None => Ok(()),
+        Some(Refusing::Full) => Err(MapError::clean(Cause::OutOfMemory { at: None })),
+        Some(Refusing::Driver) => Err(MapError::clean(cause)),
+        Some(Refusing::Doubt { .. }) => Err(MapError {
+            cause,
+            uncertain: vec![runs[0]],
+        }),
     }
 }
 
@@ -253,8 +281,10 @@ impl Mapper for Recorder {
         self.batch(Call::Map, runs)
     }
 
-    fn unmap_after(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
-        self.batch(Call::Unmap, runs)
+    /// Only ever what was mapped a moment ago.
+    fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        assert_eq!(after, After::NOTHING);
+        self.batch(Call::Undo, runs)
     }
 
     fn headroom(&self) -> Option<u32> {
@@ -279,6 +309,61 @@ impl Mapper for Recorder {
                 reason: "no device".to_owned(),
             }))),
         }
+    }
+}
+
+impl RankMapper for Recorder {
+    fn prepare_unmap(&self, runs: &[PageRun], _: After) -> Result<(), MapError> {
+        self.batch(Call::Prepare, runs)
+    }
+
+    fn commit_unmap(&self, runs: &[PageRun]) {
+        self.called(Call::Commit, runs);
+        let mut state = self.state.lock().unwrap();
+        state.prepared.retain(|run| !runs.contains(run));
+    }
+
+    fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.called(Call::Undo, runs);
+        let mut state = self.state.lock().unwrap();
+        let refusing = state.refusing.pop_front().flatten();
+        let back: Vec<PageRun> = state
+            .prepared
+            .iter()
+            .copied()
+            .filter(|run| runs.contains(run))
+            .collect();
+        state.prepared.retain(|run| !back.contains(run));
+        let Some(refusing) = refusing else {
+            state.mapped.extend(back);
+            return Ok(());
+        };
+        refuse(Some(refusing), runs).map_err(|error| MapError {
+            uncertain: runs.to_vec(),
+            ..error
+        })
+    }
+
+    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        self.called(Call::Resync, wanted);
+        let mut state = self.state.lock().unwrap();
+        let refusing = state.refusing.pop_front().flatten();
+        refuse(refusing, wanted)?;
+        let had = std::mem::take(&mut state.mapped);
+        let prepared = std::mem::take(&mut state.prepared);
+        let skipped = usize::from(std::mem::take(&mut state.forgets));
+        state.mapped = wanted.iter().copied().skip(skipped).collect();
+        let remade = wanted.iter().copied();
+        Ok(Resynced {
+            remade: remade
+                .filter(|run| !had.contains(run) && !prepared.contains(run))
+                .collect(),
+            in_doubt: Vec::new(),
+        })
+    }
+
+    fn mapped(&self) -> Vec<PageRun> {
+        self.state.lock().unwrap().mapped.iter().copied().collect()
     }
 }
 
@@ -339,7 +424,37 @@ impl Engine {
     }
 
     pub(crate) fn suspects(&self) -> Vec<At> {
-        self.fanout.suspects().collect()
+        let suspects = self.fanout.suspects();
+        suspects.map(|it| (it.stage, it.rank)).collect()
+    }
+
+    pub(crate) fn health(&self) -> Health {
+        self.fanout.health()
+    }
+
+    pub(crate) fn agreed(&self) -> BTreeSet<PageRun> {
+        self.fanout.agreed().collect()
+    }
+
+    /// The rank ends, and another takes its place: nothing of it is left but its name.
+    pub(crate) fn replace(&mut self, remote: usize) {
+        let RemoteRank { mapper, .. } = &self.remotes[remote];
+        *mapper.state.lock().unwrap() = State {
+            mapped: BTreeSet::new(),
+            prepared: BTreeSet::new(),
+            forgets: false,
+            refusing: VecDeque::new(),
+            says: Says::Ready,
+            headroom: Some(100),
+        };
+        self.make(remote, geometry());
+        self.cut(remote);
+    }
+
+    fn make(&mut self, remote: usize, geometry: GeometryDigest) {
+        let RemoteRank { at, mapper, .. } = &self.remotes[remote];
+        self.remotes[remote].served = served(*at, mapper, geometry);
+        self.remotes[remote].conversation = Conversation::default();
     }
 
     /// The time that only passes when nothing else can happen.
@@ -357,9 +472,7 @@ impl Engine {
 
     /// From now on the rank believes in other pages than everybody else.
     pub(crate) fn make_stranger(&mut self, remote: usize) {
-        let other = GeometryDigest::new(7, 3, 1);
-        let RemoteRank { at, mapper, .. } = &self.remotes[remote];
-        self.remotes[remote].served = served(*at, mapper, other);
+        self.make(remote, GeometryDigest::new(7, 3, 1));
     }
 
     /// The connection to a rank ends while nothing is under way.
@@ -380,9 +493,9 @@ impl Engine {
         self.fanout.begin(operation, self.now, TIMEOUT);
         let answer = loop {
             match self.fanout.poll() {
-                Step::Local(operation) => {
+                Step::Local(call) => {
                     let local = self.local.as_deref().expect("there is a local rank");
-                    let answer = operation.perform(local);
+                    let answer = call.perform(local);
                     if faults.cut_meanwhile && requests.iter().all(|requests| *requests == 0) {
                         let peer = self.fanout.peers().next().expect("there is a remote rank");
                         self.fanout
@@ -481,7 +594,10 @@ impl RemoteRank {
             let request = wire::read_request(&request).unwrap();
             let (call, runs) = match request.command {
                 Command::Map { runs, .. } => (Call::Map, runs.0.into_owned()),
-                Command::Unmap { runs, .. } => (Call::Unmap, runs.0.into_owned()),
+                Command::Prepare { runs, .. } => (Call::Prepare, runs.0.into_owned()),
+                Command::Commit => (Call::Commit, Vec::new()),
+                Command::Undo => (Call::Undo, Vec::new()),
+                Command::Resync { runs, .. } => (Call::Resync, runs.0.into_owned()),
                 Command::Ready => (Call::Ready, Vec::new()),
                 Command::Headroom => (Call::Headroom, Vec::new()),
                 other => panic!("{other:?}"),
@@ -492,15 +608,16 @@ impl RemoteRank {
                 call,
                 runs,
             });
-            *requests += 1;
-            (
-                if *requests == 1 {
-                    &faults.remote
-                } else {
-                    &faults.remote_undo
-                },
-                request.sequence,
-            )
+            let list = if call == Call::Resync {
+                &faults.resync
+            } else {
+                *requests += 1;
+                match *requests {
+                    1 => &faults.remote,
+                    _ => &faults.remote_then,
+                }
+            };
+            (list, request.sequence)
         };
         let fault = nth(list, index);
         match fault {
@@ -531,7 +648,7 @@ impl RemoteRank {
                     // As if an earlier request had failed after all.
                     let failed = Reply::Failed {
                         failure: Failure::OutOfMemory,
-                        doubt: Doubt::Batch,
+                        doubt: Part::Whole,
                     };
                     reply(&message(sequence - 1, failed));
                 }
@@ -564,7 +681,7 @@ impl RemoteRank {
     }
 
     fn hang_up(&mut self) {
-        std::mem::take(&mut self.conversation).end(&mut self.served);
+        std::mem::take(&mut self.conversation).end(&mut self.served, start());
         self.back.clear();
     }
 }
@@ -618,13 +735,14 @@ pub(crate) fn faults() -> impl Strategy<Value = Faults> {
         remote(),
         prop::collection::vec(any::<Index>(), 1..8),
     )
-        .prop_map(|(local, local_undo, remote, remote_undo, order)| Faults {
+        .prop_map(|(local, local_undo, remote, remote_then, order)| Faults {
             local,
             local_undo,
             cut_meanwhile: false,
             hello: Vec::new(),
+            resync: Vec::new(),
             remote,
-            remote_undo,
+            remote_then,
             order,
         })
 }
@@ -663,7 +781,7 @@ fn geometry() -> GeometryDigest {
 }
 
 fn served(at: At, mapper: &Arc<Recorder>, geometry: GeometryDigest) -> ServedRank {
-    let mapper: Arc<dyn Mapper> = mapper.clone();
+    let mapper: Arc<dyn RankMapper> = mapper.clone();
     let pool = ServedPool {
         pool: PoolId(0),
         geometry,

@@ -5,13 +5,16 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Barrier};
 use std::thread;
+use std::time::Duration;
 
-use kvcached_mapper::{Cause, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Stage};
-use kvcached_tp_ipc::wire::{self, Refusal, Reply, WorkerMessage};
+use kvcached_mapper::{
+    Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Reconciled, Stage,
+};
+use kvcached_tp_ipc::wire::{self, Refusal, Reply, Verb, WorkerMessage};
 use kvcached_tp_ipc::{
     BindError, Broadcast, ConnectError, Deadline, Endpoint, FrameDecoder, FrameError,
-    FramedListener, FramedStream, GeometryDigest, Hello, MAX_FRAME_BYTES, Operation, Server,
-    SessionId, StreamError, Topology, push_frame,
+    FramedListener, FramedStream, GeometryDigest, Hello, MAX_FRAME_BYTES, Server, SessionId,
+    StreamError, Topology, push_frame,
 };
 
 use crate::served::{
@@ -24,6 +27,7 @@ use crate::served::{
 struct RawClient {
     stream: UnixStream,
     decoder: FrameDecoder,
+    session: SessionId,
 }
 
 impl RawClient {
@@ -33,18 +37,56 @@ impl RawClient {
         Self {
             stream,
             decoder: FrameDecoder::default(),
+            session: SessionId::fresh(),
         }
     }
 
     /// Connects and says hello to rank 1 of the instance `llama`.
     fn greeted(endpoint: &Endpoint) -> Self {
         let mut client = Self::connect(endpoint);
-        client.write(&hello_frame());
-        assert_eq!(
-            wire::read_greeting(&client.read().unwrap()),
-            Ok(Ok(hello()))
-        );
+        client.write(&client.hello_frame());
+        client.assert_welcome();
+        client.ask(1, Verb::Resync(&[]));
+        assert!(matches!(
+            client.message(),
+            WorkerMessage::Reply {
+                sequence: 1,
+                reply: Reply::Resynced { .. }
+            }
+        ));
         client
+    }
+
+    fn hello(&self) -> Hello {
+        Hello {
+            instance: "llama".parse().unwrap(),
+            stage: Stage(0),
+            rank: Rank(1),
+            pool: POOL,
+            geometry: geometry(),
+            session: self.session,
+        }
+    }
+
+    fn hello_frame(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        wire::push_hello(&mut out, &self.hello());
+        out
+    }
+
+    fn assert_welcome(&mut self) {
+        let greeting = wire::read_greeting(&self.read().unwrap());
+        assert_eq!(greeting, Ok(Ok(self.hello())));
+    }
+
+    fn request(&self, sequence: u64, verb: Verb<'_>) -> Vec<u8> {
+        let mut out = Vec::new();
+        wire::push_request(&mut out, self.session, sequence, verb);
+        out
+    }
+
+    fn ask(&mut self, sequence: u64, verb: Verb<'_>) {
+        self.write(&self.request(sequence, verb));
     }
 
     fn write(&mut self, bytes: &[u8]) {
@@ -68,29 +110,6 @@ impl RawClient {
     fn message(&mut self) -> WorkerMessage {
         wire::read_message(&self.read().unwrap()).unwrap()
     }
-}
-
-fn hello() -> Hello {
-    Hello {
-        instance: "llama".parse().unwrap(),
-        stage: Stage(0),
-        rank: Rank(1),
-        pool: POOL,
-        geometry: geometry(),
-        session: SessionId(5),
-    }
-}
-
-fn hello_frame() -> Vec<u8> {
-    let mut out = Vec::new();
-    wire::push_hello(&mut out, &hello());
-    out
-}
-
-fn request(sequence: u64, operation: Operation<'_>) -> Vec<u8> {
-    let mut out = Vec::new();
-    wire::push_request(&mut out, SessionId(5), sequence, operation);
-    out
 }
 
 /// Whoever came before: a coordinator is served as ever.
@@ -118,7 +137,7 @@ fn every_rank_of_every_stage_maps_once() {
     for mapper in &mappers {
         assert_eq!((mapper.mapped(), mapper.calls()), (vec![run(3, 4)], 2));
     }
-    assert_eq!(all.suspects(), []);
+    assert_eq!(all.health(), Health::Healthy);
 }
 
 /// A group of one in another process is still in another process.
@@ -339,15 +358,116 @@ fn a_worker_that_never_answers_is_an_error_that_names_it() {
     );
     // Undone here; fenced there; and the next call does not wait.
     assert_eq!(local.mapped(), []);
-    assert_eq!(ranks.suspects(), [(Stage(0), Rank(1))]);
+    let fenced = ranks.health();
+    assert_eq!(
+        fenced.to_string(),
+        "fenced, 0 pages in doubt; stage 0, rank 1: no answer within 200 ms"
+    );
     let diverged = MapError::clean(Cause::Diverged {
         stage: Stage(0),
         rank: Rank(1),
     });
-    assert_eq!(ranks.map(&[run(5, 1)]), Err(diverged.clone()));
-    assert_eq!(ranks.ready(), Err(diverged));
+    assert_eq!(ranks.map(&[run(5, 1)]), Err(diverged));
     assert_eq!(ranks.headroom(), None);
+    // It cannot be brought back while it does not answer; once it does, it is.
+    assert!(matches!(ranks.ready(), Ok(Readiness::NotReady(_))));
+    ranks.reconcile(&[run(0, 2)]).unwrap_err();
     drop(keeper);
+    let reconciled = within(LONG, || ranks.reconcile(&[run(0, 2)]).ok());
+    assert_eq!(reconciled.cold, [run(0, 2)]);
+    assert_eq!(ranks.health(), Health::Healthy);
+    assert_eq!(mapper.mapped(), []);
+    ranks.map(&[run(0, 2)]).unwrap();
+    assert_eq!(mapper.mapped(), [run(0, 2)]);
+}
+
+/// Asks again and again until there is an answer.
+fn within<T>(bound: Duration, mut ask: impl FnMut() -> Option<T>) -> T {
+    let deadline = Deadline::after(bound);
+    loop {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        assert!(!deadline.is_over(), "no answer within {bound:?}");
+    }
+}
+
+/// The same process, whose connection ended, has kept everything; nobody has to be told anything.
+#[test]
+fn a_broken_connection_costs_no_content() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let mapper = Arc::new(Recorder::default());
+    let serving = serve(&dir, (0, 1), &mapper);
+    let local = Arc::new(Recorder::default());
+    let topology = Topology::rank0_coordinates(2, &dir);
+    let ranks = connect(&dir, &topology, Some(&local), LONG).unwrap();
+    ranks.map(&[run(0, 1)]).unwrap();
+    drop(serving);
+    let _serving = serve(&dir, (0, 1), &mapper);
+    let reconciled = within(LONG, || ranks.reconcile(&[]).ok());
+    assert_eq!(reconciled, Reconciled::default());
+    ranks.map(&[run(1, 1)]).unwrap();
+    assert_eq!(mapper.mapped(), [run(0, 1), run(1, 1)]);
+}
+
+/// What a coordinator leaves behind does not trip up the next one.
+#[test]
+fn a_new_coordinator_brings_live_workers_to_a_known_state() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let mapper = Arc::new(Recorder::default());
+    let _serving = serve(&dir, (0, 0), &mapper);
+    let topology = Topology::separate_coordinator(1, 1, &dir);
+    let first = connect(&dir, &topology, None, LONG).unwrap();
+    first.map(&[run(0, 3), run(7, 1)]).unwrap();
+    drop(first);
+    let second = connect(&dir, &topology, None, LONG).unwrap();
+    assert_eq!(mapper.mapped(), []);
+    second.map(&[run(1, 1)]).unwrap();
+    assert_eq!(mapper.mapped(), [run(1, 1)]);
+}
+
+/// A worker without a coordinator gives back what it holds, and waits for the next one.
+#[test]
+fn what_nobody_comes_back_for_is_released() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let mapper = Arc::new(Recorder::default());
+    let (stage, rank) = (Stage(0), Rank(0));
+    let mut config = server_config(&dir, stage, rank, &mapper, LONG);
+    config.orphan_timeout = SHORT;
+    let _serving = crate::served::spawn(Server::bind(&dir.endpoint(stage, rank), config).unwrap());
+    let topology = Topology::separate_coordinator(1, 1, &dir);
+    let first = connect(&dir, &topology, None, LONG).unwrap();
+    first.map(&[run(0, 3)]).unwrap();
+    drop(first);
+    within(LONG, || mapper.mapped().is_empty().then_some(()));
+    let second = connect(&dir, &topology, None, LONG).unwrap();
+    second.map(&[run(0, 3)]).unwrap();
+}
+
+/// A worker that cannot begin ends the start of its coordinator at once, with its reason.
+#[test]
+fn a_worker_that_cannot_begin_is_named() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let (stage, rank) = (Stage(0), Rank(0));
+    let endpoint = dir.endpoint(stage, rank);
+    let (instance, reason) = (dir.instance().clone(), "no usable device".to_owned());
+    let mut server = Server::bind_unable(&endpoint, instance, (stage, rank), reason, LONG).unwrap();
+    thread::scope(|scope| {
+        let told = scope.spawn(move || server.run_until_told(Deadline::after(LONG)).unwrap());
+        let topology = Topology::separate_coordinator(2, 1, &dir);
+        let error = connect(&dir, &topology, None, LONG).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "stage 0, rank 0 did not join: {endpoint}: the worker cannot serve: no usable device"
+            )
+        );
+        assert!(told.join().unwrap());
+    });
 }
 
 #[test]
@@ -357,7 +477,7 @@ fn a_client_that_leaves_before_its_reply_harms_nobody() {
     let (mapper, keeper) = Recorder::gated();
     let _serving = serve(&dir, (0, 1), &mapper);
     let mut client = RawClient::greeted(&dir.endpoint(Stage(0), Rank(1)));
-    client.write(&request(1, Operation::Map(&[run(0, 1)])));
+    client.ask(2, Verb::Map(&[run(0, 1)]));
     keeper.come.recv_timeout(LONG).unwrap();
     drop(client);
     drop(keeper);
@@ -365,8 +485,8 @@ fn a_client_that_leaves_before_its_reply_harms_nobody() {
     let local = Arc::new(Recorder::default());
     let ranks = connect(&dir, &topology, Some(&local), LONG).unwrap();
     assert_eq!(ranks.ready(), Ok(Readiness::Ready));
-    // What the client had asked for is kept.
-    assert_eq!(mapper.mapped(), [run(0, 1)]);
+    // What the client had asked for went with it.
+    assert_eq!(mapper.mapped(), []);
 }
 
 #[test]
@@ -376,23 +496,15 @@ fn bytes_may_come_one_by_one() {
     let mapper = Arc::new(Recorder::default());
     let _serving = serve(&dir, (0, 1), &mapper);
     let mut client = RawClient::connect(&dir.endpoint(Stage(0), Rank(1)));
-    for byte in hello_frame() {
+    for byte in client.hello_frame() {
         client.write(&[byte]);
     }
-    assert_eq!(
-        wire::read_greeting(&client.read().unwrap()),
-        Ok(Ok(hello()))
-    );
-    for byte in request(1, Operation::Map(&[run(0, 1)])) {
+    client.assert_welcome();
+    for byte in client.request(1, Verb::Resync(&[run(0, 1)])) {
         client.write(&[byte]);
     }
-    assert_eq!(
-        client.message(),
-        WorkerMessage::Reply {
-            sequence: 1,
-            reply: Reply::Done
-        }
-    );
+    assert!(matches!(client.message(), WorkerMessage::Reply { .. }));
+    assert_eq!(mapper.mapped(), [run(0, 1)]);
 }
 
 /// Several requests in one portion are answered in order, one by one.
@@ -403,11 +515,11 @@ fn requests_may_come_all_at_once() {
     let mapper = Arc::new(Recorder::default());
     let _serving = serve(&dir, (0, 1), &mapper);
     let mut client = RawClient::greeted(&dir.endpoint(Stage(0), Rank(1)));
-    let bytes: Vec<u8> = (1..=50)
-        .flat_map(|n| request(n, Operation::Map(&[run(u32::try_from(n).unwrap(), 1)])))
+    let bytes: Vec<u8> = (2..=51)
+        .flat_map(|n| client.request(n, Verb::Map(&[run(u32::try_from(n).unwrap(), 1)])))
         .collect();
     client.write(&bytes);
-    for sequence in 1..=50 {
+    for sequence in 2..=51 {
         assert_eq!(
             client.message(),
             WorkerMessage::Reply {
@@ -462,18 +574,20 @@ fn a_slow_client_is_dropped_and_does_not_hold_up_others() {
 
     let mut silent = RawClient::connect(&endpoint);
     let mut halfway = RawClient::connect(&endpoint);
-    halfway.write(&hello_frame()[..9]);
+    halfway.write(&halfway.hello_frame()[..9]);
     assert_serves(&dir, &mapper, 1);
     assert_eq!((silent.read(), halfway.read()), (None, None));
 
     let mut amid = RawClient::greeted(&endpoint);
-    amid.write(&request(1, Operation::Ready)[..3]);
+    amid.write(&amid.request(2, Verb::Ready)[..3]);
     assert_eq!(amid.read(), None);
 
     // Its requests fill one direction, their replies the other; then nothing moves any more.
     let mut deaf = RawClient::greeted(&endpoint);
-    let mut requests = (1..).map(|n| request(n, Operation::Ready));
-    let refused = requests.find_map(|bytes| deaf.stream.write_all(&bytes).err());
+    let refused = (2..).find_map(|n| {
+        let bytes = deaf.request(n, Verb::Ready);
+        deaf.stream.write_all(&bytes).err()
+    });
     assert!(refused.is_some());
     assert_serves(&dir, &mapper, 2);
 }
@@ -489,11 +603,11 @@ fn an_idle_coordinator_stays_connected() {
     let mut idle = RawClient::greeted(&endpoint);
     // Somebody else's bound passes meanwhile.
     assert_eq!(RawClient::connect(&endpoint).read(), None);
-    idle.write(&request(1, Operation::Ready));
+    idle.ask(2, Verb::Ready);
     assert_eq!(
         idle.message(),
         WorkerMessage::Reply {
-            sequence: 1,
+            sequence: 2,
             reply: Reply::Ready
         }
     );
@@ -515,8 +629,8 @@ fn two_coordinators_do_not_drive_one_pool() {
     first.map(&[run(0, 1)]).unwrap();
     drop(first);
     let second = connect(&dir, &topology, None, LONG).unwrap();
-    second.unmap(&[run(0, 1)]).unwrap();
-    assert_eq!(mapper.mapped(), []);
+    second.map(&[run(0, 1)]).unwrap();
+    assert_eq!(mapper.mapped(), [run(0, 1)]);
 }
 
 /// More runs than fit a frame: several frames, one call of each mapper, all or nothing.

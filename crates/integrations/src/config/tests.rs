@@ -29,6 +29,8 @@ fn every_variable_is_optional() {
     assert_eq!(config.reserve, Reserve { min: 8, max: 32 });
     assert_eq!(config.max_run, MaxRun::Bytes(32 << 20));
     assert_eq!(config.ipc_timeout, Duration::from_secs(60));
+    assert_eq!(config.orphan_timeout, Duration::from_secs(30));
+    assert_eq!(config.retire_timeout, Duration::from_secs(1));
     assert_eq!(config.ready_timeout, Duration::from_secs(60));
     assert_eq!(config.device, Device::Cuda { ordinal: 0 });
     let empty: Vec<_> = VARIABLES
@@ -66,6 +68,8 @@ fn every_variable_takes_effect() {
         ("KVCACHED_MAX_RESERVED_PAGES", "5"),
         ("KVCACHED_MAX_RUN_PAGES", "64"),
         ("KVCACHED_IPC_TIMEOUT", "1.5"),
+        ("KVCACHED_ORPHAN_TIMEOUT", "7"),
+        ("KVCACHED_RETIRE_TIMEOUT", "0.25"),
         ("KVCACHED_READY_TIMEOUT", "300"),
         ("KVCACHED_DEVICE", "cuda:3"),
     ]);
@@ -79,6 +83,8 @@ fn every_variable_takes_effect() {
     assert_eq!(config.reserve, Reserve { min: 3, max: 5 });
     assert_eq!(config.max_run, MaxRun::Pages(NonZeroU32::new(64).unwrap()));
     assert_eq!(config.ipc_timeout, Duration::from_millis(1500));
+    assert_eq!(config.orphan_timeout, Duration::from_secs(7));
+    assert_eq!(config.retire_timeout, Duration::from_millis(250));
     assert_eq!(config.ready_timeout, Duration::from_secs(300));
     assert_eq!(config.device, Device::Cuda { ordinal: 3 });
     let config = resolve(&[
@@ -114,6 +120,8 @@ fn a_bad_value_is_named_with_what_is_allowed() {
             "KVCACHED_IPC_TIMEOUT",
             &["0", "-1", "nan", "inf", "1e300", "1s", "0.0001"],
         ),
+        ("KVCACHED_ORPHAN_TIMEOUT", &["0", "never"]),
+        ("KVCACHED_RETIRE_TIMEOUT", &["0", "never"]),
         ("KVCACHED_READY_TIMEOUT", &["0", "never"]),
         (
             "KVCACHED_DEVICE",

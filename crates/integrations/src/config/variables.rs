@@ -30,6 +30,8 @@ pub struct Variable {
 /// | `KVCACHED_MAX_RUN_PAGES` | 1 to 64, and not together with KVCACHED_MAX_RUN_BYTES | what KVCACHED_MAX_RUN_BYTES comes to |
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
 /// | `KVCACHED_IPC_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
+/// | `KVCACHED_ORPHAN_TIMEOUT` | a number of seconds from 0.001 to 86400 | 30 |
+/// | `KVCACHED_RETIRE_TIMEOUT` | a number of seconds from 0.001 to 86400 | 1 |
 /// | `KVCACHED_READY_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
 /// | `KVCACHED_DEVICE` | host, cuda or cuda:N | cuda |
 pub const VARIABLES: &[Variable] = &[
@@ -101,10 +103,23 @@ pub const VARIABLES: &[Variable] = &[
         meaning: "how long to wait for another rank's answer",
     },
     Variable {
+        name: "KVCACHED_ORPHAN_TIMEOUT",
+        allowed: "a number of seconds from 0.001 to 86400",
+        default: "30",
+        meaning: "how long a worker keeps its memory after its coordinator is gone",
+    },
+    Variable {
+        name: "KVCACHED_RETIRE_TIMEOUT",
+        allowed: "a number of seconds from 0.001 to 86400",
+        default: "1",
+        meaning: "how long a rank waits for work in flight before it refuses to give memory back",
+    },
+    Variable {
         name: "KVCACHED_READY_TIMEOUT",
         allowed: "a number of seconds from 0.001 to 86400",
         default: "60",
-        meaning: "how long a coordinator waits at start for every rank to be there",
+        meaning: "how long a coordinator waits at start for every rank to be there, and a worker \
+                  that cannot begin for its coordinator, to say so",
     },
     Variable {
         name: "KVCACHED_DEVICE",

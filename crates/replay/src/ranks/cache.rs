@@ -10,7 +10,7 @@ use kvcached_integrations::{
     Scheduler, StartError, compose_over,
 };
 use kvcached_manager::AllocError;
-use kvcached_mapper::{Geometry, LayoutError, Mapper, PoolId, PoolSpec, Rank};
+use kvcached_mapper::{Geometry, LayoutError, Mapper, PoolId, PoolSpec, Rank, RankMapper};
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::Deadline;
 
@@ -146,7 +146,7 @@ impl RankedCache {
         let meters = Arc::new(Meters::default());
         let mappers = own
             .iter()
-            .map(|pool| meters.whole(Arc::clone(&pool.mapper), false));
+            .map(|pool| meters.whole(Arc::<dyn RankMapper>::clone(&pool.mapper), false));
         let mappers = mappers.collect();
         Self::over(plan, mappers, own, Crew::default(), meters)
     }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use kvcached_integrations::{Worker, WorkerConfig};
-use kvcached_mapper::{Cold, Geometry, LocalMapper, Mapper, PoolId};
+use kvcached_mapper::{Cold, Geometry, LocalMapper, PoolId, RankMapper};
 use kvcached_vmm::{Budget, Bytes, Capped, Driver, Host, HostConfig, Mock, MockConfig};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -34,7 +34,7 @@ pub struct ParseDeviceError(String);
 /// A pool of a rank in this process.
 #[derive(Debug, Clone)]
 pub(crate) struct OwnPool {
-    pub(crate) mapper: Arc<dyn Mapper>,
+    pub(crate) mapper: Arc<dyn RankMapper>,
     pub(crate) memory: Arc<dyn RankPool>,
 }
 

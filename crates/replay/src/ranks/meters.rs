@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use kvcached_mapper::{After, Health, MapError, Mapper, PageRun, Readiness, Reconciled};
+use kvcached_mapper::{
+    After, Health, MapError, Mapper, PageRun, RankMapper, Readiness, Reconciled, Resynced,
+};
 use serde::{Deserialize, Serialize};
 
 /// What took time.
@@ -46,7 +48,7 @@ struct Whole {
 /// Measures this process's part of a call.
 #[derive(Debug)]
 struct Local {
-    inner: Arc<dyn Mapper>,
+    inner: Arc<dyn RankMapper>,
     meters: Arc<Meters>,
 }
 
@@ -65,7 +67,7 @@ impl Meters {
     }
 
     /// `inner`, measured as the part of a call in this process.
-    pub(crate) fn local(self: &Arc<Self>, inner: Arc<dyn Mapper>) -> Arc<dyn Mapper> {
+    pub(crate) fn local(self: &Arc<Self>, inner: Arc<dyn RankMapper>) -> Arc<dyn RankMapper> {
         Arc::new(Local {
             inner,
             meters: Arc::clone(self),
@@ -137,7 +139,7 @@ impl Mapper for Whole {
 }
 
 impl Local {
-    fn measure(&self, act: impl FnOnce() -> Result<(), MapError>) -> Result<(), MapError> {
+    fn measure<R>(&self, act: impl FnOnce() -> R) -> R {
         let (result, ns) = timed(act);
         self.meters.local_ns.fetch_add(ns, Ordering::Relaxed);
         result
@@ -167,6 +169,28 @@ impl Mapper for Local {
 
     fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
         self.inner.reconcile(doubtful)
+    }
+}
+
+impl RankMapper for Local {
+    fn prepare_unmap(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+        self.measure(|| self.inner.prepare_unmap(runs, after))
+    }
+
+    fn commit_unmap(&self, runs: &[PageRun]) {
+        self.measure(|| self.inner.commit_unmap(runs));
+    }
+
+    fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.measure(|| self.inner.abort_unmap(runs))
+    }
+
+    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        self.inner.resync(wanted)
+    }
+
+    fn mapped(&self) -> Vec<PageRun> {
+        self.inner.mapped()
     }
 }
 

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvcached_integrations::{StartError, WorkerConfig, WorkerError};
 use kvcached_mapper::{Cold, MapError, PageRun, PoolId, Stage};
@@ -83,6 +84,9 @@ pub fn serve_rank() -> Result<(), RankError> {
     result
 }
 
+/// How long a rank keeps its memory without a coordinator: it ends with the replay anyway.
+const ORPHAN_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// A rank that a coordinator drives; this line is for the oracle.
 fn serve(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
     let config = WorkerConfig {
@@ -96,6 +100,10 @@ fn serve(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
             .collect(),
         cold: cold(setup),
         ipc_timeout: setup.ipc_timeout,
+        orphan_timeout: ORPHAN_TIMEOUT,
+        retire_timeout: setup.ipc_timeout,
+        // The channel tells the replay what went wrong.
+        ready_timeout: Duration::ZERO,
     };
     let tags = (0..setup.pools.len())
         .map(|index| setup.tag(pool_id(index)))
