@@ -11,11 +11,11 @@ use kvcached_manager::{
     AllocError, BlockId, BlockManager, BlockSpace, FreeError, HoldError, HoldId, Limit, LimitError,
     LimitStatus, PageOccupancy, PoolUsage,
 };
-use kvcached_mapper::{Geometry, MapError, Mapper, PageId, PoolId};
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, Replenished, Reserve};
+use kvcached_mapper::{Epoch, Geometry, Health, MapError, Mapper, PageId, PoolId};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, Repaired, Replenished, Reserve};
 
 use crate::config::MaxRun;
-use crate::replenisher::Wake;
+use crate::keeper::Wake;
 use crate::scheduler::{MappedPool, PoolPolicy, StartError};
 
 /// A pool with its pages, its blocks and its mapper.
@@ -28,7 +28,7 @@ pub struct Pool {
     blocks: Mutex<BlockManager>,
     pages: Arc<PageAllocator>,
     mapper: Arc<dyn Mapper>,
-    /// Wakes who keeps the reserve, if anybody does.
+    /// Wakes who keeps the reserve and brings ranks back, if anybody does.
     wake: Option<Wake>,
     /// Pages available when that was last considered.
     considered: AtomicU32,
@@ -132,6 +132,7 @@ impl Pool {
     /// As [`alloc`](Self::alloc).
     pub fn alloc_into(&self, n: u32, out: &mut Vec<BlockId>) -> Result<(), AllocError> {
         let result = self.blocks().alloc_into(n, out);
+        self.consider_ranks(&result);
         self.consider_reserve();
         result
     }
@@ -144,6 +145,25 @@ impl Pool {
         let result = self.blocks().free(blocks);
         self.consider_reserve();
         result
+    }
+
+    /// Takes blocks back that work of this epoch, or of an earlier one, may still read. They may be
+    /// handed out again at once, but their memory stays until the epoch has retired. See
+    /// [`BlockManager::free_in`].
+    ///
+    /// # Errors
+    /// As [`free`](Self::free).
+    pub fn free_in(&self, blocks: &[BlockId], epoch: Epoch) -> Result<(), FreeError> {
+        let result = self.blocks().free_in(blocks, epoch);
+        self.consider_reserve();
+        result
+    }
+
+    /// Tells that the work of this epoch, and of all before it, has ended on every rank. Where each
+    /// rank's process says so itself, nobody need say it here.
+    pub fn retire(&self, epoch: Epoch) {
+        self.pages.retire(epoch);
+        self.consider_reserve();
     }
 
     /// Takes everything back that is handed out, except what is held. See [`BlockManager::clear`].
@@ -162,6 +182,7 @@ impl Pool {
     /// As [`alloc`](Self::alloc).
     pub fn hold(&self, n: u32) -> Result<HoldId, AllocError> {
         let result = self.blocks().hold(n);
+        self.consider_ranks(&result);
         self.consider_reserve();
         result
     }
@@ -245,16 +266,53 @@ impl Pool {
         self.pages.replenish()
     }
 
+    /// How far every rank is known to have the pages that it should. A fenced pool hands out no
+    /// block until it is repaired.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        self.pages.health()
+    }
+
+    /// One attempt to bring ranks back that do not count, and pages whose state is unknown; for
+    /// schedulers without a thread that does it. Costs little while all is well. See
+    /// [`PageAllocator::repair`].
+    ///
+    /// # Errors
+    /// What stood in the way; the attempt may be repeated.
+    pub fn repair(&self) -> Result<Repaired, MapError> {
+        self.pages.repair()
+    }
+
+    /// How often a rank has lost what the pool's pages held: the process was replaced, or released
+    /// everything while it was away. Whoever sees this grow has to compute again what it keeps in
+    /// blocks handed out before.
+    #[must_use]
+    pub fn contents_lost(&self) -> u64 {
+        self.pages.contents_lost()
+    }
+
     /// Blocks and pages at this moment.
     #[must_use]
     pub fn usage(&self) -> PoolUsage {
         self.blocks().usage()
     }
 
+    /// Wakes who brings ranks back if one was met that is lost.
+    fn consider_ranks<T>(&self, result: &Result<T, AllocError>) {
+        if let (Some(wake), Err(AllocError::Broken(_) | AllocError::Fenced { .. })) =
+            (&self.wake, result)
+        {
+            wake.alarm();
+        }
+    }
+
     /// Wakes who keeps the reserve if pages came or went and the reserve is out of its bounds.
     fn consider_reserve(&self) {
         let Some(wake) = &self.wake else { return };
         let available = self.pages.available();
+        if self.reserve.max == 0 {
+            return;
+        }
         if self.considered.swap(available, Ordering::Relaxed) == available {
             return;
         }

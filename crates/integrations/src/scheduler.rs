@@ -19,8 +19,8 @@ use thiserror::Error;
 
 use crate::compose::{ComposeError, MapperConfig, compose, list};
 use crate::config::{Config, MaxRun};
+use crate::keeper::{Keeper, Kept};
 use crate::pool::Pool;
-use crate::replenisher::Replenisher;
 
 /// Granularity that GPUs have, for a coordinator that has none of its own to ask.
 pub const DEFAULT_GRANULARITY: u64 = 2 << 20;
@@ -33,7 +33,7 @@ const DEFAULT_EVERY: Duration = Duration::from_millis(200);
 #[derive(Debug)]
 pub struct Scheduler {
     /// First, so that it is stopped before the pools go.
-    replenisher: Option<Replenisher>,
+    keeper: Option<Keeper>,
     pools: Vec<Pool>,
 }
 
@@ -50,7 +50,7 @@ pub struct SchedulerConfig {
     pub ready_timeout: Duration,
     /// Granularity of the workers' devices, in bytes, where this process has none of its own.
     pub granularity: u64,
-    /// Who keeps the reserves.
+    /// Who keeps the reserves and brings ranks back.
     pub background: Background,
 }
 
@@ -91,17 +91,16 @@ pub struct MappedPool {
     pub tensor_bases: Vec<u64>,
 }
 
-/// Who keeps the reserve of warm pages.
+/// Who keeps the reserve of warm pages, and brings ranks back that do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Background {
-    /// A thread, woken when pages come or go and at least `every` so often. It is not started if
-    /// no pool has a reserve.
+    /// A thread, woken when pages come or go or a rank is lost, and at least `every` so often.
     On {
         /// Longest time between two looks.
         every: Duration,
     },
-    /// The caller, by [`Pool::replenish`]: everything then happens in the caller's order.
+    /// The caller, by [`Pool::replenish`] and [`Pool::repair`]: everything then happens in the caller's order.
     Off,
 }
 
@@ -175,7 +174,7 @@ pub enum StartError {
         source: NewError,
     },
     /// The system gives no thread.
-    #[error("cannot start the thread that keeps the reserve: {0}")]
+    #[error("cannot start the thread that keeps the pools: {0}")]
     Thread(#[source] io::Error),
 }
 
@@ -310,8 +309,8 @@ impl Scheduler {
 
     /// Does a thread keep the reserves? Not without one to keep, nor with [`Background::Off`].
     #[must_use]
-    pub const fn keeps_reserves(&self) -> bool {
-        self.replenisher.is_some()
+    pub fn keeps_reserves(&self) -> bool {
+        self.keeper.is_some() && self.pools.iter().any(|pool| pool.reserve().max > 0)
     }
 
     fn run(
@@ -323,24 +322,23 @@ impl Scheduler {
             .into_iter()
             .map(|pool| Pool::new(pool, max_run))
             .collect::<Result<Vec<_>, _>>()?;
-        let kept: Vec<_> = pools
-            .iter()
-            .filter(|pool| pool.reserve().max > 0)
-            .map(|pool| (pool.id(), Arc::clone(pool.pages())))
-            .collect();
+        let kept = pools.iter().map(|pool| {
+            let keeps_reserve = pool.reserve().max > 0;
+            Kept::new(pool.id(), Arc::clone(pool.pages()), keeps_reserve)
+        });
         // Null blocks are taken by now: a reserve that is mapped from here on cannot get at them.
-        let replenisher = match background {
-            Background::On { every } if !kept.is_empty() => {
-                Some(Replenisher::start(kept, every).map_err(StartError::Thread)?)
+        let keeper = match background {
+            Background::On { every } => {
+                Some(Keeper::start(kept.collect(), every).map_err(StartError::Thread)?)
             }
-            Background::On { .. } | Background::Off => None,
+            Background::Off => None,
         };
-        if let Some(replenisher) = &replenisher {
-            for pool in pools.iter_mut().filter(|pool| pool.reserve().max > 0) {
-                pool.wake_by(replenisher.wake());
+        if let Some(keeper) = &keeper {
+            for pool in &mut pools {
+                pool.wake_by(keeper.wake());
             }
         }
-        Ok(Self { replenisher, pools })
+        Ok(Self { keeper, pools })
     }
 }
 

@@ -1,21 +1,23 @@
-//! The one thread of a scheduler: it keeps the reserve of warm pages of all its pools.
+//! The one thread of a scheduler: it keeps the reserve of warm pages of all its pools, and brings
+//! ranks back that do not count.
 //!
-//! Woken by whoever takes the reserve out of its bounds, and now and then by itself, since memory
-//! may have become free elsewhere. It holds no lock while it maps, and ends with its scheduler.
+//! Woken by whoever takes the reserve out of its bounds or meets a rank that is lost, and now and
+//! then by itself, since memory may have become free elsewhere and a rank may be gone without
+//! anybody asking it. It holds no lock while it maps, and ends with its scheduler.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kvcached_mapper::PoolId;
-use kvcached_page_alloc::PageAllocator;
+use kvcached_mapper::{Health, PoolId};
+use kvcached_page_alloc::{PageAllocator, Repaired};
 
 /// The running thread; dropping it stops and joins it.
 #[derive(Debug)]
-pub(crate) struct Replenisher {
+pub(crate) struct Keeper {
     wake: Wake,
     thread: Option<JoinHandle<()>>,
 }
@@ -32,40 +34,55 @@ pub(crate) struct Wake {
 struct Flags {
     /// It will look at the pools anyway.
     pending: AtomicBool,
+    /// Somebody met a rank that is lost, and it has not been looked at since.
+    alarm: AtomicBool,
     stop: AtomicBool,
 }
 
 /// Shortest time between two looks that nobody asked for.
 const MIN_EVERY: Duration = Duration::from_millis(1);
 
-/// A pool whose reserve is kept.
+/// Pause after the first vain attempt to bring a rank back; it doubles with every further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+
+/// Longest pause between two attempts. A rank that listens again waits so long at most.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
+
+/// A pool that is looked after.
 #[derive(Debug)]
-struct Kept {
+pub(crate) struct Kept {
     pool: PoolId,
     pages: Arc<PageAllocator>,
-    /// The last attempt failed, and that was logged.
+    keeps_reserve: bool,
+    /// The last attempt to keep the reserve failed, and that was logged.
     failed: bool,
+    /// When the ranks are looked at next.
+    look_at: Option<Instant>,
+    /// How long after a vain attempt to bring a rank back; zero while all count.
+    pause: Duration,
 }
 
-impl Replenisher {
+impl Kept {
+    pub(crate) const fn new(pool: PoolId, pages: Arc<PageAllocator>, keeps_reserve: bool) -> Self {
+        Self {
+            pool,
+            pages,
+            keeps_reserve,
+            failed: false,
+            look_at: None,
+            pause: Duration::ZERO,
+        }
+    }
+}
+
+impl Keeper {
     /// Starts the thread. It looks at the pools once at once, and then whenever it is woken, or
     /// `every` so often.
     #[expect(
         clippy::disallowed_methods,
         reason = "the composition root starts the threads"
     )]
-    pub(crate) fn start(
-        pools: impl IntoIterator<Item = (PoolId, Arc<PageAllocator>)>,
-        every: Duration,
-    ) -> io::Result<Self> {
-        let mut pools: Vec<Kept> = pools
-            .into_iter()
-            .map(|(pool, pages)| Kept {
-                pool,
-                pages,
-                failed: false,
-            })
-            .collect();
+    pub(crate) fn start(mut pools: Vec<Kept>, every: Duration) -> io::Result<Self> {
         let (sender, receiver) = sync_channel(1);
         let flags = Arc::new(Flags::default());
         let wake = Wake {
@@ -74,7 +91,7 @@ impl Replenisher {
         };
         wake.nudge();
         let thread = std::thread::Builder::new()
-            .name("kvcached-reserve".to_owned())
+            .name("kvcached-keeper".to_owned())
             .spawn(move || run(&mut pools, &flags, &receiver, every.max(MIN_EVERY)))?;
         Ok(Self {
             wake,
@@ -87,7 +104,7 @@ impl Replenisher {
     }
 }
 
-impl Drop for Replenisher {
+impl Drop for Keeper {
     fn drop(&mut self) {
         self.wake.flags.stop.store(true, Ordering::Release);
         // If there is no room, it is about to wake up, and sees the flag.
@@ -97,16 +114,23 @@ impl Drop for Replenisher {
             .take()
             .is_some_and(|thread| thread.join().is_err())
         {
-            tracing::error!("the thread that keeps the reserve panicked");
+            tracing::error!("the thread that keeps the pools panicked");
         }
     }
 }
 
 impl Wake {
-    /// Makes the thread look at the pools soon.
+    /// Makes the thread look at the reserves soon.
     pub(crate) fn nudge(&self) {
         if !self.flags.pending.swap(true, Ordering::AcqRel) {
             // If there is no room, it is about to wake up anyway.
+            let _ = self.sender.try_send(());
+        }
+    }
+
+    /// Makes the thread look at the ranks soon; once, until it has.
+    pub(crate) fn alarm(&self) {
+        if !self.flags.alarm.swap(true, Ordering::AcqRel) {
             let _ = self.sender.try_send(());
         }
     }
@@ -114,15 +138,23 @@ impl Wake {
 
 fn run(pools: &mut [Kept], flags: &Flags, receiver: &Receiver<()>, every: Duration) {
     loop {
-        match receiver.recv_timeout(every) {
+        let next = pools.iter().filter_map(|kept| kept.look_at).min();
+        let pause = next.map_or(every, |at| at.saturating_duration_since(now()));
+        match receiver.recv_timeout(pause.min(every)) {
             Ok(()) | Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
         // Cleared before the work, so that whoever changes a pool meanwhile is not missed.
         flags.pending.store(false, Ordering::Release);
+        let alarmed = flags.alarm.load(Ordering::Acquire);
         let mut content = true;
+        let mut healthy = true;
         for kept in &mut *pools {
+            healthy &= kept.look(alarmed, every);
             content &= kept.replenish(&flags.stop);
+        }
+        if healthy {
+            flags.alarm.store(false, Ordering::Release);
         }
         if !content {
             // Full or broken, as it will still be a moment later: rest until the time is over
@@ -137,9 +169,52 @@ fn run(pools: &mut [Kept], flags: &Flags, receiver: &Receiver<()>, every: Durati
     }
 }
 
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the composition root's thread has the clock of its pauses"
+)]
+fn now() -> Instant {
+    Instant::now()
+}
+
 impl Kept {
+    /// Looks at the ranks if it is time to, and makes one attempt to bring those back that do not
+    /// count; tells whether all do, as far as is known.
+    fn look(&mut self, alarmed: bool, every: Duration) -> bool {
+        let due = self.look_at.is_none_or(|at| at <= now());
+        if !(due || alarmed && self.pause.is_zero()) {
+            return self.pause.is_zero();
+        }
+        let pool = self.pool;
+        let health = match self.pages.repair() {
+            Ok(Repaired { lost, health, .. }) => {
+                for (stage, rank) in lost {
+                    tracing::warn!(%pool, %stage, %rank, "a rank lost what its pages held");
+                }
+                health
+            }
+            Err(error) => {
+                tracing::debug!(%pool, %error, "a rank could not be brought back");
+                self.pages.health()
+            }
+        };
+        self.pause = match health {
+            Health::Healthy => Duration::ZERO,
+            _ => (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE),
+        };
+        let wait = match self.pause {
+            Duration::ZERO => every,
+            pause => pause,
+        };
+        self.look_at = Some(now() + wait);
+        self.pause.is_zero()
+    }
+
     /// Brings the pool within its bounds; tells whether it got there.
     fn replenish(&mut self, stop: &AtomicBool) -> bool {
+        if !self.keeps_reserve {
+            return true;
+        }
         while !stop.load(Ordering::Acquire) {
             match self.pages.replenish() {
                 Ok(done) if done.full.is_some() => return false,
