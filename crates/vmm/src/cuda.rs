@@ -1,7 +1,8 @@
 //! A GPU, through the virtual-memory calls of the CUDA driver.
 //!
 //! Three tiers: the calls of `cudarc::driver::sys`; one function each that turns a status into a
-//! `Result` (bottom of this file); and [`Cuda`], which keeps the rules of [`Driver`].
+//! `Result` (bottom of this file); and [`Cuda`], which keeps the rules of [`Driver`], with
+//! [`CudaFence`], which keeps those of [`Fence`].
 //!
 //! # Safety
 //!
@@ -15,19 +16,21 @@
 
 #![expect(unsafe_code, reason = "calls into libcuda")]
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::marker::PhantomData;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc,
-    CUmemAllocationGranularity_flags, CUmemAllocationHandleType, CUmemAllocationProp,
-    CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUresult,
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags,
+    CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
+    CUmemAllocationHandleType, CUmemAllocationProp, CUmemAllocationType,
+    CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUresult, CUstream,
 };
 
 use crate::span::{check_inside, check_len, check_place};
-use crate::{Access, AddressRange, Bytes, DeviceMemory, Driver, Properties, VmmError};
+use crate::{Access, AddressRange, Bytes, DeviceMemory, Driver, Fence, Properties, VmmError};
 
 /// A GPU of this machine.
 ///
@@ -47,7 +50,7 @@ use crate::{Access, AddressRange, Bytes, DeviceMemory, Driver, Properties, VmmEr
 #[derive(Debug)]
 pub struct Cuda {
     device: CUdevice,
-    context: Context,
+    context: Arc<Context>,
     properties: Properties,
     name: String,
     uuid: [u8; 16],
@@ -67,6 +70,31 @@ pub struct CudaChunk {
     handle: CUmemGenericAllocationHandle,
     len: u64,
     device: CUdevice,
+}
+
+/// A stream of work on a device, by the handle that the driver gave to whoever made it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CudaStream(u64);
+
+/// The end of what was launched on a stream up to the moment when this was made.
+///
+/// ```no_run
+/// use kvcached_vmm::{Cuda, CudaStream, Fence, VmmError};
+///
+/// # fn main() -> Result<(), VmmError> {
+/// let gpu = Cuda::new(0)?;
+/// // … launch work on the default stream, then:
+/// let fence = gpu.fence(CudaStream::DEFAULT)?;
+/// while !fence.is_over()? {
+///     // … do something else.
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct CudaFence {
+    event: Event,
+    context: Arc<Context>,
 }
 
 impl Cuda {
@@ -114,7 +142,7 @@ impl Cuda {
         // From here on the value exists, and gives the context back when it is dropped.
         let mut cuda = Self {
             device,
-            context,
+            context: Arc::new(context),
             properties,
             name,
             uuid,
@@ -133,6 +161,22 @@ impl Cuda {
     #[must_use]
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
+    }
+
+    /// Marks the end of what was launched on `stream` so far. Costs a few microseconds and waits for
+    /// nothing.
+    ///
+    /// # Errors
+    /// [`VmmError::Driver`], also for a stream of another device or one that is being captured.
+    pub fn fence(&self, stream: CudaStream) -> Result<CudaFence, VmmError> {
+        let _current = self.enter()?;
+        // From here on the value exists, and destroys the event when it is dropped.
+        let fence = CudaFence {
+            event: event_create()?,
+            context: Arc::clone(&self.context),
+        };
+        event_record(&fence.event, stream)?;
+        Ok(fence)
     }
 
     /// Does the device accept a read-only mapping? No document promises it, so one is tried.
@@ -156,8 +200,7 @@ impl Cuda {
     }
 
     fn enter(&self) -> Result<Current<'_>, Failure> {
-        context_push(&self.context)?;
-        Ok(Current { of: PhantomData })
+        self.context.enter()
     }
 
     fn check_own(&self, chunk: &CudaChunk, call: &'static str) -> Result<(), VmmError> {
@@ -171,10 +214,40 @@ impl Cuda {
     }
 }
 
-impl Drop for Cuda {
+impl CudaStream {
+    /// The stream that work goes to for which none is named.
+    pub const DEFAULT: Self = Self(0);
+
+    /// The stream with this handle, a `CUstream` or `cudaStream_t` as a number.
+    ///
+    /// # Safety
+    /// The stream exists for as long as the value is passed to [`Cuda::fence`]. The driver does not
+    /// promise to recognise one that was destroyed.
+    #[must_use]
+    pub const unsafe fn from_raw(handle: u64) -> Self {
+        Self(handle)
+    }
+}
+
+impl Fence for CudaFence {
+    fn is_over(&self) -> Result<bool, VmmError> {
+        let _current = self.context.enter()?;
+        match event_query(&self.event) {
+            Ok(()) => Ok(true),
+            Err(failure) if failure.status == CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(failure) => Err(failure.into()),
+        }
+    }
+}
+
+impl Drop for CudaFence {
     fn drop(&mut self) {
-        if let Err(failure) = primary_context_release(self.device) {
-            tracing::error!(%failure, "primary context kept until the process ends");
+        let destroyed = self
+            .context
+            .enter()
+            .and_then(|_current| event_destroy(&self.event));
+        if let Err(failure) = destroyed {
+            tracing::error!(%failure, "event kept until the process ends");
         }
     }
 }
@@ -392,19 +465,46 @@ impl fmt::Debug for Granules {
     }
 }
 
-/// The primary context of a device.
+/// The primary context of a device, given back when the value is dropped.
 #[derive(Debug)]
-struct Context(CUcontext);
+struct Context {
+    device: CUdevice,
+    handle: CUcontext,
+}
 
 // SAFETY: a context handle is a name; the driver lets any thread use it.
 unsafe impl Send for Context {}
 // SAFETY: as above; the driver's calls on it are thread-safe.
 unsafe impl Sync for Context {}
 
+impl Context {
+    fn enter(&self) -> Result<Current<'_>, Failure> {
+        context_push(self)?;
+        Ok(Current { of: PhantomData })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        if let Err(failure) = primary_context_release(self.device) {
+            tracing::error!(%failure, "primary context kept until the process ends");
+        }
+    }
+}
+
+/// An event of a context.
+#[derive(Debug)]
+struct Event(CUevent);
+
+// SAFETY: an event handle is a name; the driver lets any thread use it.
+unsafe impl Send for Event {}
+// SAFETY: as above; the driver's calls on it are thread-safe.
+unsafe impl Sync for Event {}
+
 /// The context is current on this thread until this is dropped.
 struct Current<'a> {
     /// Not `Send`: what is current belongs to the thread.
-    of: PhantomData<(&'a Cuda, *const ())>,
+    of: PhantomData<(&'a Context, *const ())>,
 }
 
 impl Drop for Current<'_> {
@@ -483,7 +583,7 @@ fn allocation_properties(device: CUdevice) -> CUmemAllocationProp {
 }
 
 /// Every call that this file makes, by the name that the library exports.
-const CALLS: [&str; 23] = [
+const CALLS: [&str; 27] = [
     "cuInit",
     "cuDeviceGetCount",
     "cuDeviceGet",
@@ -496,6 +596,10 @@ const CALLS: [&str; 23] = [
     "cuCtxPopCurrent_v2",
     "cuCtxSynchronize",
     "cuStreamSynchronize",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventDestroy_v2",
     "cuMemGetAllocationGranularity",
     "cuMemAddressReserve",
     "cuMemAddressFree",
@@ -589,11 +693,11 @@ fn device_uuid(device: CUdevice) -> Result<[u8; 16], Failure> {
 }
 
 fn primary_context_retain(device: CUdevice) -> Result<Context, Failure> {
-    let mut context = std::ptr::null_mut();
-    // SAFETY: `device` came from the driver; `context` is a place for the answer.
-    let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+    let mut handle = std::ptr::null_mut();
+    // SAFETY: `device` came from the driver; `handle` is a place for the answer.
+    let status = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut handle, device) };
     check("cuDevicePrimaryCtxRetain", status)?;
-    Ok(Context(context))
+    Ok(Context { device, handle })
 }
 
 fn primary_context_release(device: CUdevice) -> Result<(), Failure> {
@@ -604,7 +708,7 @@ fn primary_context_release(device: CUdevice) -> Result<(), Failure> {
 
 fn context_push(context: &Context) -> Result<(), Failure> {
     // SAFETY: the context is retained as long as its owner lives.
-    let status = unsafe { sys::cuCtxPushCurrent_v2(context.0) };
+    let status = unsafe { sys::cuCtxPushCurrent_v2(context.handle) };
     check("cuCtxPushCurrent", status)
 }
 
@@ -625,6 +729,35 @@ fn default_stream_synchronize() -> Result<(), Failure> {
     // SAFETY: a context is current, and null names its default stream.
     let status = unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) };
     check("cuStreamSynchronize", status)
+}
+
+fn event_create() -> Result<Event, Failure> {
+    let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+    let mut event = std::ptr::null_mut();
+    // SAFETY: a context is current; `event` is a place for the answer.
+    let status = unsafe { sys::cuEventCreate(&raw mut event, flags) };
+    check("cuEventCreate", status)?;
+    Ok(Event(event))
+}
+
+fn event_record(event: &Event, stream: CudaStream) -> Result<(), Failure> {
+    let stream: CUstream = std::ptr::with_exposed_provenance_mut(size_of(stream.0));
+    // SAFETY: the event is alive; so is the stream, by `CudaStream::from_raw`; the context of the
+    // event is current.
+    let status = unsafe { sys::cuEventRecord(event.0, stream) };
+    check("cuEventRecord", status)
+}
+
+fn event_query(event: &Event) -> Result<(), Failure> {
+    // SAFETY: the event is alive, and its context is current.
+    let status = unsafe { sys::cuEventQuery(event.0) };
+    check("cuEventQuery", status)
+}
+
+fn event_destroy(event: &Event) -> Result<(), Failure> {
+    // SAFETY: called once, by the drop of its owner. The driver frees it when it is over.
+    let status = unsafe { sys::cuEventDestroy_v2(event.0) };
+    check("cuEventDestroy", status)
 }
 
 fn allocation_granularity(properties: &CUmemAllocationProp) -> Result<u64, Failure> {

@@ -62,7 +62,7 @@ pub use budget::{Budget, BudgetError};
 pub use capped::{Capped, CappedChunk};
 pub use chunk::Chunk;
 #[cfg(feature = "cuda")]
-pub use cuda::{Cuda, CudaChunk, CudaRange};
+pub use cuda::{Cuda, CudaChunk, CudaFence, CudaRange, CudaStream};
 pub use driver::{Access, AddressRange, Bytes, DeviceMemory, Driver, Fence, Properties};
 pub use error::VmmError;
 pub use host::{Host, HostChunk, HostConfig, HostRange};
