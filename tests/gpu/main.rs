@@ -1,8 +1,10 @@
 //! What only a GPU can show. Every test is ignored where none is asked for: `cargo xtask test-gpu`
 //! runs them, here or packed for a machine that has one.
 
+mod in_flight;
 #[path = "../ranks.rs"]
 mod ranks;
+mod watch;
 
 use std::sync::Arc;
 
