@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use kvcached_mapper::PageId;
+use kvcached_mapper::{After, Epoch, PageId};
 use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
 
 use crate::nothing::Nothing;
@@ -73,6 +73,32 @@ fn warm(c: &mut Criterion) {
         pool.free(&all).expect("pages in use");
         pool
     });
+}
+
+/// The hot path of an engine that counts what it launches, with one epoch in flight.
+fn warm_epochs(c: &mut Criterion) {
+    let mut group = c.benchmark_group("warm_epochs");
+    for pages in POOLS {
+        let pool = pool(pages, 64);
+        let all = take_all(&pool);
+        pool.free_after(&all, After::NOTHING).expect("pages in use");
+        for n in DEMANDS {
+            group.throughput(Throughput::Elements(u64::from(n)));
+            group.bench_function(BenchmarkId::new(format!("pool_{pages}"), n), |b| {
+                let mut mine = Vec::new();
+                let mut epoch = 0;
+                b.iter(|| {
+                    pool.alloc(n, &mut mine).expect("there are warm pages");
+                    pool.free_after(black_box(&mine), After::epoch(Epoch(epoch + 1)))
+                        .expect("pages in use");
+                    mine.clear();
+                    pool.retire(Epoch(epoch));
+                    epoch += 1;
+                });
+            });
+        }
+    }
+    group.finish();
 }
 
 /// Warm pages scattered over partly used runs: half of the pool is in use, at random.
@@ -162,6 +188,7 @@ fn looks(c: &mut Criterion) {
 criterion_group!(
     benches,
     warm,
+    warm_epochs,
     warm_scattered,
     warm_churn,
     cold_contiguous,
