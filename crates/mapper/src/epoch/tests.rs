@@ -166,6 +166,18 @@ fn a_fence_that_ends_before_an_earlier_one_retires_nothing_yet() {
 }
 
 #[test]
+fn epochs_that_two_threads_announce_out_of_order_retire_in_order() {
+    let epochs = Epochs::new(Duration::ZERO);
+    let fences = [(); 2].map(|()| Switch::new());
+    epochs.launched(Epoch(2), Arc::<Switch>::clone(&fences[1]));
+    epochs.launched(Epoch(1), Arc::<Switch>::clone(&fences[0]));
+    fences[1].set(OVER);
+    assert_eq!(epochs.retired(), None);
+    fences[0].set(OVER);
+    assert_eq!(epochs.retired(), Some(Epoch(2)));
+}
+
+#[test]
 fn an_epoch_on_two_streams_retires_when_both_have_ended() {
     for ends_first in [0, 1] {
         let fences = [(); 2].map(|()| Switch::new());
