@@ -12,7 +12,7 @@ use clap::{Args, ValueEnum};
 use kvcached_integrations::{ByteSize, Config};
 use kvcached_mapper::{Layout, PageSize};
 use kvcached_replay::{
-    Assign, Device, Model, ModelChoice, Pace, Plan, RankError, RankProgram, ReplayError,
+    Assign, Chaos, Device, Model, ModelChoice, Pace, Plan, RankError, RankProgram, ReplayError,
     ReplayTopology, Report, Trace, Workload, plot, replay, serve_rank, with_causes,
 };
 use thiserror::Error;
@@ -23,6 +23,9 @@ use crate::watch;
 const USAGE: u8 = 2;
 /// Exit status after Ctrl-C, as shells give it.
 const INTERRUPTED: u8 = 130;
+
+/// How long a rank may take to answer at most, where ranks are stalled on purpose.
+const CHAOS_IPC_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// What may be said on the command line of `kvcached replay`.
 #[derive(Debug, Args)]
@@ -109,6 +112,15 @@ pub(crate) struct ReplayArguments {
     /// Leave the contents of blocks alone, which is faster
     #[arg(long)]
     no_verify: bool,
+
+    /// Kill and stop rank processes of the elastic side on the way, which must serve everything all
+    /// the same; the seed decides when, which and how
+    #[arg(long, value_name = "SEED")]
+    chaos: Option<u64>,
+
+    /// Seconds of the trace from one of these faults to the next, on average
+    #[arg(long, value_name = "S", default_value = "30", requires = "chaos", value_parser = parse_every)]
+    chaos_every: Duration,
 
     /// Write the result as JSON
     #[arg(long, value_name = "FILE")]
@@ -260,6 +272,15 @@ fn plan(arguments: &ReplayArguments, config: &Config) -> Result<Plan, Failure> {
     } else {
         !arguments.no_verify && arguments.driver != Device::Mock
     };
+    if arguments.chaos.is_some() && !verify {
+        return Err(Failure::Input(
+            match arguments.driver {
+                Device::Mock => "--chaos needs memory to lose, and the mock driver has none",
+                _ => "--chaos without verified contents would show nothing: leave --no-verify out",
+            }
+            .to_owned(),
+        ));
+    }
     Ok(Plan {
         trace,
         models,
@@ -279,8 +300,16 @@ fn plan(arguments: &ReplayArguments, config: &Config) -> Result<Plan, Failure> {
             Time::Virtual => Pace::Virtual,
             Time::Real => Pace::Real,
         },
+        chaos: arguments.chaos.map(|seed| Chaos {
+            seed,
+            every: arguments.chaos_every,
+        }),
         runtime_dir: config.runtime_dir.clone(),
-        ipc_timeout: config.ipc_timeout,
+        ipc_timeout: match arguments.chaos {
+            // A stall has to last longer than this, and each is waited for.
+            Some(_) => config.ipc_timeout.min(CHAOS_IPC_TIMEOUT),
+            None => config.ipc_timeout,
+        },
         ready_timeout: config.ready_timeout,
         program: RankProgram {
             program: std::env::current_exe()?,
@@ -324,6 +353,15 @@ fn parse_ms(text: &str) -> Result<Duration, String> {
         .parse()
         .map_err(|_| "expected a number of milliseconds".to_owned())?;
     Duration::try_from_secs_f64(ms / 1e3).map_err(|error| error.to_string())
+}
+
+fn parse_every(text: &str) -> Result<Duration, String> {
+    let expected = || "expected a number of seconds above 0".to_owned();
+    let seconds: f64 = text.parse().map_err(|_| expected())?;
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(every) if !every.is_zero() => Ok(every),
+        _ => Err(expected()),
+    }
 }
 
 /// Fails where the file could not be written at the end; writes nothing yet.

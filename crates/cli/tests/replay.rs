@@ -206,6 +206,32 @@ fn where_a_split_makes_requests_wait_the_elastic_pool_serves_them_sooner() {
 }
 
 #[test]
+fn ranks_that_are_killed_and_stalled_cost_no_request_and_no_content() {
+    for (topology, seed) in [("rank0", "1"), ("separate", "2")] {
+        // Little memory for much: pages come and go all the time.
+        let model = ["--model", "llama-3.1-8b*2", "--tp", "4", "--memory", "1GiB"];
+        let faults = ["--chaos", seed, "--chaos-every", "4"];
+        let rest = ["--topology", topology, "--max-requests", "150"];
+        let report = report(&[&model[..], &faults, &rest].concat());
+        assert_sound(&report, 150.0);
+        let count = |name: &str| number(&report, &format!("/chaos/{name}"));
+        assert!(count("kills") > 0.0 && count("stalls") > 0.0, "{report}");
+        assert_eq!(count("restarts"), count("kills"));
+        let recoveries = count("recovery_ms/count");
+        assert!(
+            recoveries >= count("kills"),
+            "a rank that dies loses content"
+        );
+        assert!(recoveries <= count("kills") + count("stalls"));
+        assert!(count("fenced") > 0.0, "coordinators meet them");
+        assert!(count("requests_retried") > 0.0 && count("blocks_lost") > 0.0);
+        assert!(count("retries") >= count("requests_retried"));
+        assert!(count("recovery_ms/p50") <= count("recovery_ms/p99"));
+        assert!(count("recovery_ms/p99") <= count("recovery_ms/max"));
+    }
+}
+
+#[test]
 fn the_same_seed_gives_the_same_result_and_another_seed_another() {
     let run = |seed: &str| {
         let arguments = [
@@ -294,6 +320,25 @@ fn bad_input_is_one_clear_error_and_nothing_is_written() {
         (&["--driver", "tpu"], &["tpu"]),
         (&["--driver", "mock", "--verify"], &["mock"]),
         (&["--decode-ms=-1"], &["decode-ms"]),
+        (&["--chaos", "1"], &["chaos", "only rank"]),
+        (
+            &["--chaos", "1", "--tp", "2", "--topology", "autonomous"],
+            &["chaos", "autonomous"],
+        ),
+        (
+            &["--chaos", "1", "--tp", "2", "--driver", "mock"],
+            &["--chaos", "mock"],
+        ),
+        (
+            &["--chaos", "1", "--tp", "2", "--no-verify"],
+            &["--chaos", "--no-verify"],
+        ),
+        (&["--chaos", "x"], &["--chaos"]),
+        (&["--chaos-every", "5"], &["--chaos"]),
+        (
+            &["--chaos", "1", "--chaos-every", "0"],
+            &["--chaos-every", "above 0"],
+        ),
         (&["--json", "no/such/folder/out.json"], &["no/such/folder"]),
         (&["--json", "dir"], &["dir"]),
         (&["--json", "one", "--plot", "one"], &["same file"]),

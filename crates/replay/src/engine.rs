@@ -269,6 +269,11 @@ impl<'a, C: KvCache> Engine<'a, C> {
         &self.caches
     }
 
+    /// The caches, in the order of the models, between two events.
+    pub(crate) fn caches_mut(&mut self) -> &mut [C] {
+        &mut self.caches
+    }
+
     /// The caches, with whatever is still handed out of them.
     #[must_use]
     pub fn into_caches(self) -> Vec<C> {

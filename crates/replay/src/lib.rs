@@ -37,6 +37,7 @@
 
 mod assign;
 mod cache;
+mod chaos;
 mod engine;
 mod latency;
 mod model;
@@ -55,6 +56,7 @@ pub use cache::{
     Broken, CacheError, ElasticModel, ElasticPool, FixedSplit, Holder, KvCache, Owner, Return,
     SharedMemory, Want,
 };
+pub use chaos::{Chaos, Faults};
 pub use engine::{Demand, Engine, Progress, ServedModel};
 pub use kvcached_manager::BlockId;
 pub use latency::{Latencies, Latency};
@@ -69,7 +71,8 @@ pub use ranks::{
     with_causes,
 };
 pub use report::{
-    ConfigReport, LatencyReport, ModelReport, Report, SCHEMA, SideReport, TtftReport, VerifyReport,
+    ChaosReport, ConfigReport, LatencyReport, ModelReport, RecoveryReport, Report, SCHEMA,
+    SideReport, TtftReport, VerifyReport,
 };
 pub use run::{CallTimes, Comparison, Pace, Plan, ReplayError, ReplayTopology, Side, replay};
 pub use series::{MAX_POINTS, Sample, Series};

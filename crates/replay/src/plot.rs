@@ -41,6 +41,7 @@ fn draw<'a>(comparison: &Comparison, backend: SVGBackend<'a>) -> Drawn<'a> {
         elastic,
         fixed,
         share_bytes,
+        faults,
         ..
     } = comparison;
     let end = minutes(elastic.end.max(fixed.end)).max(1e-3);
@@ -72,6 +73,14 @@ fn draw<'a>(comparison: &Comparison, backend: SVGBackend<'a>) -> Drawn<'a> {
         memory
             .draw_series(LineSeries::new(points, colour))?
             .label(model.label.as_str())
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour));
+    }
+    if let Some(faults) = faults {
+        let colour = BLACK.mix(0.25);
+        let marks = faults.at.iter().map(|at| minutes(*at));
+        memory
+            .draw_series(marks.map(|x| PathElement::new([(x, 0.0), (x, top)], colour)))?
+            .label("a rank killed or stalled")
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour));
     }
     let share = gib(*share_bytes);

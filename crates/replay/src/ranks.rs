@@ -19,6 +19,7 @@ mod message;
 mod meters;
 mod oracle;
 mod process;
+mod trigger;
 
 pub(crate) use autonomous::AutonomousCache;
 pub(crate) use cache::{ModelPlan, PoolPlan, RankedCache, pool_id};

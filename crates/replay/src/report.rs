@@ -6,7 +6,9 @@ use std::time::Duration;
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use serde::{Deserialize, Serialize};
 
-use crate::{Comparison, Latency, MemoryUse, Outcome, PageTotals, Plan, Served};
+use crate::{
+    Chaos, Comparison, Faults, Latency, MemoryUse, Outcome, PageTotals, Plan, Served, Stats,
+};
 
 /// Version of the JSON's meaning.
 pub const SCHEMA: u32 = 1;
@@ -41,6 +43,9 @@ pub struct Report {
     pub verify: VerifyReport,
     /// How many ranks ever had other pages mapped than they should.
     pub ranks_divergent: u32,
+    /// What was done to the ranks on the way, if anything was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chaos: Option<ChaosReport>,
 }
 
 /// What was replayed, on what.
@@ -146,6 +151,44 @@ pub struct VerifyReport {
     pub corrupted: u64,
 }
 
+/// What was done to the ranks, and how the elastic pool got over it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ChaosReport {
+    /// Seed of the faults.
+    pub seed: u64,
+    /// Virtual seconds from one fault to the next, on average.
+    pub every_s: f64,
+    /// Rank processes killed.
+    pub kills: u32,
+    /// Rank processes stopped for longer than a coordinator waits, and continued.
+    pub stalls: u32,
+    /// Rank processes started in the place of others.
+    pub restarts: u32,
+    /// How often a pool was fenced.
+    pub fenced: u32,
+    /// Requests that were begun anew, once or more, because their content was lost.
+    pub requests_retried: u32,
+    /// How often requests were begun anew.
+    pub retries: u64,
+    /// Blocks whose content was lost.
+    pub blocks_lost: u64,
+    /// Real time from the moment a rank was back until every rank was known to have what it should.
+    pub recovery_ms: RecoveryReport,
+}
+
+/// Times of recovery, in milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct RecoveryReport {
+    /// How many: one for each fault that fenced a pool or lost content.
+    pub count: u32,
+    /// Median.
+    pub p50: f64,
+    /// 99 % are at most this.
+    pub p99: f64,
+    /// The longest.
+    pub max: f64,
+}
+
 impl Report {
     /// The report of a comparison.
     #[must_use]
@@ -158,6 +201,7 @@ impl Report {
             calls,
             checked,
             ranks_divergent,
+            faults,
         } = comparison;
         let models =
             elastic
@@ -203,6 +247,10 @@ impl Report {
                 corrupted: checked.corrupted,
             },
             ranks_divergent: *ranks_divergent,
+            chaos: plan
+                .chaos
+                .zip(faults.as_ref())
+                .map(|(chaos, faults)| ChaosReport::new(chaos, faults, &elastic.total)),
         }
     }
 
@@ -275,7 +323,7 @@ impl Report {
             "{} requests ({}) on {}\n{} ranks each, {}, {}, {} per rank ({} each if split), {}\n\
              {sides}\n{calls}\n\
              pages: {} mapped in {} runs, {} unmapped; blocks checked: {}, corrupted: {}; \
-             ranks divergent: {}",
+             ranks divergent: {}{}",
             self.requests,
             config.trace,
             models.join(", "),
@@ -291,8 +339,56 @@ impl Report {
             self.verify.blocks_checked,
             self.verify.corrupted,
             self.ranks_divergent,
+            self.chaos.map(|chaos| chaos.summary()).unwrap_or_default(),
         )
     }
+}
+
+impl ChaosReport {
+    fn new(chaos: Chaos, faults: &Faults, served: &Served) -> Self {
+        let recovery = Stats::of(faults.recoveries.clone());
+        Self {
+            seed: chaos.seed,
+            every_s: chaos.every.as_secs_f64(),
+            kills: faults.kills,
+            stalls: faults.stalls,
+            restarts: faults.restarts,
+            fenced: faults.fenced,
+            requests_retried: served.retried,
+            retries: served.retries,
+            blocks_lost: faults.blocks_lost,
+            recovery_ms: RecoveryReport {
+                count: recovery.count,
+                p50: ms(recovery.p50),
+                p99: ms(recovery.p99),
+                max: ms(recovery.max),
+            },
+        }
+    }
+
+    /// A line for people, after what stands before it.
+    fn summary(&self) -> String {
+        let recovery = &self.recovery_ms;
+        format!(
+            "\nranks killed: {}, stalled: {}, restarted: {}; pools fenced: {}; requests retried: {} \
+             ({} times), blocks lost: {}; recovered within p50 {}, p99 {}, max {}",
+            self.kills,
+            self.stalls,
+            self.restarts,
+            self.fenced,
+            self.requests_retried,
+            self.retries,
+            self.blocks_lost,
+            milliseconds(recovery.p50),
+            milliseconds(recovery.p99),
+            milliseconds(recovery.max),
+        )
+    }
+}
+
+/// In whole microseconds, so that no digits appear that mean nothing.
+fn ms(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e6).round() / 1e3
 }
 
 fn total(outcome: &Outcome) -> SideReport {
@@ -300,8 +396,6 @@ fn total(outcome: &Outcome) -> SideReport {
 }
 
 fn side(served: &Served, memory: MemoryUse, end: Duration) -> SideReport {
-    // Whole microseconds, so that no digits appear that mean nothing.
-    let ms = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
     SideReport {
         ttft_ms: TtftReport {
             mean: ms(served.ttft.mean),

@@ -2,6 +2,7 @@
 //! and the comparison.
 
 use std::fs;
+use std::iter::Peekable;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -15,14 +16,15 @@ use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, Sess
 use kvcached_vmm::{Budget, BudgetError};
 use thiserror::Error;
 
+use crate::chaos::{Fault, Schedule};
 use crate::ranks::{
     AutonomousCache, Call, Checked, Crew, ModelPlan, OwnPool, PageTotals, PoolMessage, PoolPlan,
     RankedCache, Setup, Timed, open_pools, pool_id, pool_tag,
 };
 use crate::{
-    Assign, BlockId, Broken, CacheError, CrewError, Device, Engine, KvCache, Latencies, Model,
-    Outcome, Placement, PlacementError, Progress, RankError, RankProgram, Return, ServedModel,
-    Trace, Want,
+    Assign, BlockId, Broken, CacheError, Chaos, CrewError, Device, Engine, Faults, FixedSplit,
+    KvCache, Latencies, Model, Outcome, Placement, PlacementError, Progress, RankError,
+    RankProgram, Return, ServedModel, Trace, Want,
 };
 
 /// Everything that decides what a replay does.
@@ -58,6 +60,8 @@ pub struct Plan {
     pub verify: bool,
     /// How time passes.
     pub pace: Pace,
+    /// Are rank processes to be killed and stopped on the way?
+    pub chaos: Option<Chaos>,
     /// Where the sockets are; a folder of the replay's own is made in it, and removed.
     pub runtime_dir: PathBuf,
     /// How long a rank may take to answer.
@@ -116,6 +120,8 @@ pub struct Comparison {
     pub checked: Checked,
     /// How many ranks, over all models, were ever found to have other pages mapped than they should.
     pub ranks_divergent: u32,
+    /// What the faults of [`Plan::chaos`] came to.
+    pub faults: Option<Faults>,
 }
 
 /// Times of calls, of all models.
@@ -229,6 +235,7 @@ pub fn replay(
     mut progress: impl FnMut(Side, Progress),
 ) -> Result<Comparison, ReplayError> {
     let served = served_models(plan)?;
+    let mut faults = schedule(plan)?;
     let names: Vec<&str> = plan
         .models
         .iter()
@@ -245,7 +252,8 @@ pub fn replay(
         .map(|model| model.static_share(share_bytes))
         .collect();
     let mut engine = Engine::new(&plan.trace.requests, &model_of, served.clone(), caches);
-    drive(&mut engine, Pace::Virtual, stop, |p| {
+    let undisturbed = |_: &mut Engine<'_, FixedSplit>, _| {};
+    drive(&mut engine, Pace::Virtual, stop, undisturbed, |p| {
         progress(Side::Static, p);
     })?;
     let (mut fixed, _) = engine.finish();
@@ -254,7 +262,12 @@ pub fn replay(
     let folder = Folder::make(&plan.runtime_dir)?;
     let caches = elastic_caches(plan, &served, plans, folder.path())?;
     let mut engine = Engine::new(&plan.trace.requests, &model_of, served, caches);
-    drive(&mut engine, plan.pace, stop, |p| {
+    let befall = |engine: &mut Engine<'_, ElasticCache>, next| {
+        while let Some(fault) = faults.as_mut().and_then(|f| f.next_if(|f| f.at <= next)) {
+            engine.caches_mut()[fault.model].befall(fault);
+        }
+    };
+    drive(&mut engine, plan.pace, stop, befall, |p| {
         progress(Side::Elastic, p);
     })?;
     let (mut elastic, caches) = engine.finish();
@@ -273,6 +286,7 @@ pub fn replay(
         calls: CallTimes::default(),
         checked: Checked::default(),
         ranks_divergent: 0,
+        faults: plan.chaos.map(|_| Faults::default()),
     };
     for cache in caches {
         cache.conclude(&mut comparison)?;
@@ -280,7 +294,40 @@ pub fn replay(
     Ok(comparison)
 }
 
-/// Runs an engine to its end.
+/// The faults of a plan, if there are to be any.
+fn schedule(plan: &Plan) -> Result<Option<Peekable<Schedule>>, ReplayError> {
+    let Some(chaos) = plan.chaos else {
+        return Ok(None);
+    };
+    let ranks = match plan.topology {
+        ReplayTopology::Rank0 if plan.tp == 1 => {
+            return Err(ReplayError::Plan(
+                "chaos strikes ranks in processes of their own, and the only rank is in the \
+                 replaying process: more ranks are needed, or a separate scheduler",
+            ));
+        }
+        ReplayTopology::Rank0 => 1..plan.tp,
+        ReplayTopology::Separate => 0..plan.tp,
+        ReplayTopology::Autonomous => {
+            return Err(ReplayError::Plan(
+                "chaos needs ranks that somebody else drives: an autonomous rank that dies takes \
+                 its scheduler with it",
+            ));
+        }
+    };
+    if !plan.verify {
+        return Err(ReplayError::Plan(
+            "chaos without verified contents shows nothing: it needs a driver with memory, and \
+             blocks that are stamped",
+        ));
+    }
+    let models = plan.models.len();
+    Ok(Some(
+        Schedule::new(chaos, models, ranks, plan.ipc_timeout).peekable(),
+    ))
+}
+
+/// Runs an engine to its end. Before each event, `before` is told its time.
 #[expect(
     clippy::disallowed_methods,
     reason = "pacing by the clock is what `Pace::Real` asks for"
@@ -289,6 +336,7 @@ fn drive<C: KvCache>(
     engine: &mut Engine<'_, C>,
     pace: Pace,
     stop: &AtomicBool,
+    mut before: impl FnMut(&mut Engine<'_, C>, Duration),
     mut progress: impl FnMut(Progress),
 ) -> Result<(), ReplayError> {
     /// How often a wait looks whether it is to stop.
@@ -306,6 +354,7 @@ fn drive<C: KvCache>(
         if stop.load(Ordering::Relaxed) {
             return Err(ReplayError::Interrupted { done, requests });
         }
+        before(engine, next);
         engine
             .advance()
             .map_err(|source| match stop.load(Ordering::Relaxed) {
@@ -474,13 +523,18 @@ fn elastic_caches(
             ipc_timeout: plan.ipc_timeout,
             session: SessionId::fresh(),
         };
-        let cache =
-            RankedCache::led(&model, &config, own, crew, plan.ready_timeout).map_err(|source| {
-                ReplayError::Start {
-                    model: served.label.clone(),
-                    source: Box::new(source),
-                }
-            })?;
+        let cache = RankedCache::led(
+            &model,
+            &config,
+            own,
+            crew,
+            plan.ready_timeout,
+            plan.chaos.is_some(),
+        )
+        .map_err(|source| ReplayError::Start {
+            model: served.label.clone(),
+            source: Box::new(source),
+        })?;
         caches.push(ElasticCache::Led(Box::new(cache)));
     }
     Ok(caches)
@@ -508,11 +562,29 @@ impl ElasticCache {
         }
     }
 
+    /// A fault befalls this model.
+    fn befall(&self, fault: Fault) {
+        match self {
+            Self::Led(cache) => cache.befall(fault),
+            // Nobody plans one: a rank that dies takes its scheduler with it.
+            Self::Autonomous(_) => {}
+        }
+    }
+
     /// Adds what this model's ranks came to, and ends them.
     fn conclude(self, comparison: &mut Comparison) -> Result<(), ReplayError> {
         let divergent = match self {
             Self::Led(mut cache) => {
-                cache.compare_ranks()?;
+                cache
+                    .compare_ranks()
+                    .map_err(|source| ReplayError::Broken {
+                        done: comparison.elastic.total.completed,
+                        requests: comparison.elastic.total.requests,
+                        source,
+                    })?;
+                if let (Some(all), Some(mine)) = (&mut comparison.faults, cache.take_faults()) {
+                    all.add(mine);
+                }
                 comparison.pages.add(cache.page_totals());
                 comparison.calls.add(&cache.take_calls());
                 comparison.checked.merge(cache.checked().clone());
@@ -542,6 +614,14 @@ impl KvCache for ElasticCache {
 
     fn free(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
         self.cache_mut().free(returns)
+    }
+
+    fn losses(&mut self) -> Result<u64, Broken> {
+        self.cache_mut().losses()
+    }
+
+    fn drop_lost(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+        self.cache_mut().drop_lost(returns)
     }
 
     fn fits(&self, blocks: &[u32]) -> bool {

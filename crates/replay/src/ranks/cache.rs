@@ -1,28 +1,37 @@
 //! A model's cache on real ranks: the scheduler that decides, and the oracle that looks whether
 //! what it decided is so.
 
+mod recovery;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_integrations::{
-    Background, ComposeError, DEFAULT_GRANULARITY, MappedPool, MapperConfig, MaxRun, PoolPolicy,
-    Scheduler, StartError, compose_over,
+    Background, ComposeError, DEFAULT_GRANULARITY, MappedPool, MapperConfig, MaxRun, Pool,
+    PoolPolicy, Scheduler, StartError, compose_over,
 };
 use kvcached_manager::AllocError;
-use kvcached_mapper::{Geometry, LayoutError, Mapper, PoolId, PoolSpec, Rank, RankMapper};
+use kvcached_mapper::{
+    Geometry, LayoutError, MapError, Mapper, PoolId, PoolSpec, Rank, RankMapper,
+};
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::Deadline;
 
-use super::crew::{Crew, CrewError};
+use self::recovery::Turmoil;
+use super::crew::Crew;
 use super::device::OwnPool;
 use super::message::{MappedSet, PageTotals, Setup};
 use super::meters::{Meters, Timed};
 use super::oracle::{Checked, RankPool, Stamp};
+use super::trigger::Harmed;
 use crate::{BlockId, Broken, CacheError, FixedSplit, KvCache, Return, Want, bytes_per_block};
 
 /// How often the mapped sets of all ranks are compared, in steps of the model.
 const COMPARE_EVERY: u64 = 512;
+
+/// How often, in turmoil, blocks are asked for again after every rank was said to be whole.
+const ATTEMPTS: u32 = 5;
 
 /// A model and what one rank of it needs.
 #[derive(Debug, Clone)]
@@ -62,6 +71,10 @@ pub(crate) struct RankedCache {
     steps: u64,
     checked: Checked,
     divergent: BTreeSet<Rank>,
+    /// Losses of content that the engine was told of.
+    losses_told: u64,
+    /// If ranks are to be struck.
+    turmoil: Option<Turmoil>,
 }
 
 impl ModelPlan {
@@ -148,17 +161,20 @@ impl RankedCache {
             .iter()
             .map(|pool| meters.whole(Arc::<dyn RankMapper>::clone(&pool.mapper), false));
         let mappers = mappers.collect();
-        Self::over(plan, mappers, own, Crew::default(), meters)
+        Self::over(plan, mappers, own, Crew::default(), meters, None)
     }
 
-    /// A cache of all the ranks of a topology: `own` is the one in this process, `crew` the others.
+    /// A cache of all the ranks of a topology: `own` is the one in this process, `crew` the others,
+    /// which may be struck if there is to be `chaos`.
     pub(crate) fn led(
         plan: &ModelPlan,
         config: &MapperConfig,
         own: Vec<OwnPool>,
         crew: Crew,
         ready_timeout: Duration,
+        chaos: bool,
     ) -> Result<Self, StartError> {
+        let turmoil = chaos.then(Turmoil::default);
         let meters = Arc::new(Meters::default());
         let ready_by = Deadline::after(ready_timeout);
         let has_remotes = config.topology.remotes().next().is_some();
@@ -167,12 +183,19 @@ impl RankedCache {
             let local = own
                 .get(index)
                 .map(|own| meters.local(Arc::clone(&own.mapper)));
-            let mapper = compose_over(config, id, &pool.geometry, local, ready_by)
+            let mut mapper = compose_over(config, id, &pool.geometry, local, ready_by)
                 .map_err(|source: ComposeError| StartError::Mapper { pool: id, source })?;
+            if let Some(Turmoil { trigger, .. }) = &turmoil {
+                let trigger = Arc::clone(trigger);
+                mapper = Arc::new(Harmed {
+                    inner: mapper,
+                    trigger,
+                });
+            }
             Ok(meters.whole(mapper, has_remotes))
         });
         let mappers = mappers.collect::<Result<_, StartError>>()?;
-        Self::over(plan, mappers, own, crew, meters)
+        Self::over(plan, mappers, own, crew, meters, turmoil)
     }
 
     fn over(
@@ -181,6 +204,7 @@ impl RankedCache {
         own: Vec<OwnPool>,
         crew: Crew,
         meters: Arc<Meters>,
+        turmoil: Option<Turmoil>,
     ) -> Result<Self, StartError> {
         let pools = plan
             .pools
@@ -210,6 +234,8 @@ impl RankedCache {
             steps: 0,
             checked: Checked::default(),
             divergent: BTreeSet::new(),
+            losses_told: 0,
+            turmoil,
         })
     }
 
@@ -243,8 +269,14 @@ impl RankedCache {
     }
 
     /// Compares what is mapped on all ranks with each other, and with what the scheduler believes.
-    pub(crate) fn compare_ranks(&mut self) -> Result<(), CrewError> {
-        let mut ranks = self.crew.mapped()?;
+    pub(crate) fn compare_ranks(&mut self) -> Result<(), Broken> {
+        // While something is in doubt, ranks may differ.
+        self.settle()?;
+        self.compare()
+    }
+
+    fn compare(&mut self) -> Result<(), Broken> {
+        let mut ranks = self.crew.mapped().map_err(Broken::new)?;
         if !self.own.is_empty() {
             let sets = self
                 .own
@@ -267,6 +299,40 @@ impl RankedCache {
             }
         }
         Ok(())
+    }
+
+    /// What pools do besides handing out and taking back. In turmoil, a rank that was struck is a
+    /// reason to put it off, until every rank is back.
+    fn tend(&mut self, act: impl Fn(&Pool) -> Result<(), MapError>) -> Result<(), Broken> {
+        let result = self.scheduler.pools().iter().try_for_each(act);
+        match result {
+            Err(error) if self.turmoil.is_some() => {
+                tracing::debug!(%error, "put off");
+                self.recover()
+            }
+            result => result.map_err(Broken::new),
+        }
+    }
+
+    fn stamps(returned: &Return<'_>) -> Vec<Stamp> {
+        let owner = returned.owner.stamp();
+        let stamps = returned.blocks.iter().map(|block| Stamp {
+            block: block.0,
+            owner,
+        });
+        stamps.collect()
+    }
+
+    fn take_back(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+        for returned in returns {
+            pool_of(&self.scheduler, returned.pool)
+                .free(returned.blocks)
+                .map_err(Broken::new)?;
+            self.held_bytes -= self
+                .plan
+                .block_bytes(returned.pool, returned.blocks.len() as u64);
+        }
+        self.recover_if_struck()
     }
 
     fn send_stamps(&mut self) -> Result<(), Broken> {
@@ -295,9 +361,9 @@ impl RankedCache {
     }
 }
 
-impl KvCache for RankedCache {
-    fn alloc(&mut self, wants: &[Want], out: &mut Vec<BlockId>) -> Result<(), CacheError> {
-        // One call a pool: all its blocks or none, its pages mapped together.
+impl RankedCache {
+    /// One call a pool: all its blocks or none, its pages mapped together. By pool.
+    fn hand_out(&self, wants: &[Want]) -> Result<Vec<Vec<BlockId>>, CacheError> {
         let mut handed_out: Vec<Vec<BlockId>> = Vec::with_capacity(self.plan.pools.len());
         for pool in self.scheduler.pools() {
             let mine = wants.iter().filter(|want| want.pool == pool.id());
@@ -310,9 +376,7 @@ impl KvCache for RankedCache {
             match self.meters.alloc(|| pool.alloc(blocks)) {
                 Ok(blocks) => handed_out.push(blocks),
                 Err(error) => {
-                    for (pool, blocks) in self.scheduler.pools().iter().zip(&handed_out) {
-                        pool.free(blocks).map_err(Broken::new)?;
-                    }
+                    self.give_back(&handed_out)?;
                     return match error {
                         AllocError::Full { .. } => Err(CacheError::Full),
                         broken => Err(Broken::new(broken).into()),
@@ -320,7 +384,36 @@ impl KvCache for RankedCache {
                 }
             }
         }
-        let mut handed_out: Vec<_> = handed_out.into_iter().map(Vec::into_iter).collect();
+        Ok(handed_out)
+    }
+
+    fn give_back(&self, handed_out: &[Vec<BlockId>]) -> Result<(), Broken> {
+        for (pool, blocks) in self.scheduler.pools().iter().zip(handed_out) {
+            pool.free(blocks).map_err(Broken::new)?;
+        }
+        Ok(())
+    }
+}
+
+impl KvCache for RankedCache {
+    fn alloc(&mut self, wants: &[Want], out: &mut Vec<BlockId>) -> Result<(), CacheError> {
+        let mut result = self.hand_out(wants);
+        if self.turmoil.is_some() {
+            let mut attempts = 0;
+            while matches!(result, Err(CacheError::Broken(_))) && attempts < ATTEMPTS {
+                attempts += 1;
+                self.recover()?;
+                result = self.hand_out(wants);
+            }
+            self.recover_if_struck()?;
+        }
+        if self.contents_lost() > self.losses_told {
+            if let Ok(handed_out) = &result {
+                self.give_back(handed_out)?;
+            }
+            return Err(CacheError::Lost);
+        }
+        let mut handed_out: Vec<_> = result?.into_iter().map(Vec::into_iter).collect();
         for want in wants {
             self.held_bytes += self.plan.block_bytes(want.pool, u64::from(want.blocks));
             let pool = usize::from(want.pool.0);
@@ -339,28 +432,30 @@ impl KvCache for RankedCache {
     }
 
     fn free(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+        self.recover_if_struck()?;
         self.send_stamps()?;
-        for returned in returns {
-            if self.plan.verify {
-                let owner = returned.owner.stamp();
-                let stamps: Vec<Stamp> = returned
-                    .blocks
-                    .iter()
-                    .map(|block| Stamp {
-                        block: block.0,
-                        owner,
-                    })
-                    .collect();
-                self.check(returned.pool, &stamps)?;
+        if self.plan.verify {
+            for returned in returns {
+                self.check(returned.pool, &Self::stamps(returned))?;
             }
-            pool_of(&self.scheduler, returned.pool)
-                .free(returned.blocks)
-                .map_err(Broken::new)?;
-            self.held_bytes -= self
-                .plan
-                .block_bytes(returned.pool, returned.blocks.len() as u64);
         }
-        Ok(())
+        self.take_back(returns)
+    }
+
+    fn losses(&mut self) -> Result<u64, Broken> {
+        self.recover_if_struck()?;
+        self.losses_told = self.contents_lost();
+        Ok(self.losses_told)
+    }
+
+    fn drop_lost(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
+        self.recover_if_struck()?;
+        self.send_stamps()?;
+        if let Some(turmoil) = &mut self.turmoil {
+            let blocks: usize = returns.iter().map(|returned| returned.blocks.len()).sum();
+            turmoil.faults.blocks_lost += blocks as u64;
+        }
+        self.take_back(returns)
     }
 
     fn fits(&self, blocks: &[u32]) -> bool {
@@ -368,21 +463,23 @@ impl KvCache for RankedCache {
     }
 
     fn trim(&mut self) -> Result<(), Broken> {
+        self.recover_if_struck()?;
         self.send_stamps()?;
-        for pool in self.scheduler.pools() {
-            pool.trim().map_err(Broken::new)?;
-        }
-        Ok(())
+        self.tend(|pool| pool.trim().map(drop))?;
+        self.recover_if_struck()
     }
 
     fn step_end(&mut self) -> Result<(), Broken> {
+        self.recover_if_struck()?;
         self.send_stamps()?;
-        for pool in self.scheduler.pools() {
-            while pool.replenish().map_err(Broken::new)?.more {}
-        }
+        self.tend(|pool| {
+            while pool.replenish()?.more {}
+            Ok(())
+        })?;
+        self.recover_if_struck()?;
         self.steps += 1;
         if self.plan.verify && self.steps.is_multiple_of(COMPARE_EVERY) {
-            self.compare_ranks().map_err(Broken::new)?;
+            self.compare_ranks()?;
         }
         Ok(())
     }
@@ -400,7 +497,7 @@ impl KvCache for RankedCache {
     }
 }
 
-fn pool_of(scheduler: &Scheduler, pool: PoolId) -> &kvcached_integrations::Pool {
+fn pool_of(scheduler: &Scheduler, pool: PoolId) -> &Pool {
     scheduler
         .pool(pool)
         .expect("the engine asks for the pools that the model has")
@@ -412,7 +509,12 @@ pub(crate) fn pool_id(index: usize) -> PoolId {
 
 #[cfg(test)]
 mod tests {
-    use kvcached_mapper::{Cold, KvBuffers, Layout, LocalMapper, PageId, PageRun, PageSize};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use kvcached_mapper::{
+        After, Cold, KvBuffers, Layout, LocalMapper, PageId, PageRun, PageSize, Readiness,
+        Reconciled, Stage,
+    };
     use kvcached_vmm::{Host, HostConfig};
 
     use super::*;
@@ -421,6 +523,11 @@ mod tests {
 
     /// A cache of one rank, and that rank's mapper.
     fn cache() -> (RankedCache, Arc<LocalMapper<Host>>) {
+        let (plan, mapper, own) = parts();
+        (RankedCache::alone(&plan, vec![own]).expect("ready"), mapper)
+    }
+
+    fn parts() -> (ModelPlan, Arc<LocalMapper<Host>>, OwnPool) {
         let spec = PoolSpec {
             layout: Layout::Contiguous,
             layers: 4,
@@ -447,7 +554,7 @@ mod tests {
                 pool: 0,
             }),
         };
-        (RankedCache::alone(&plan, vec![own]).expect("ready"), mapper)
+        (plan, mapper, own)
     }
 
     fn want(blocks: u32) -> Want {
@@ -494,6 +601,117 @@ mod tests {
         assert_eq!(cache.checked().blocks, 8);
         assert!(cache.checked().corrupted > 0);
         assert_eq!(cache.held_bytes(), 0);
+    }
+
+    /// A rank that loses its memory when it is looked at for the `at`th time.
+    #[derive(Debug)]
+    struct Forgetful {
+        mapper: Arc<LocalMapper<Host>>,
+        looks: AtomicU32,
+        at: u32,
+    }
+
+    impl Mapper for Forgetful {
+        fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+            self.mapper.map(runs)
+        }
+
+        fn unmap_after(&self, runs: &[PageRun], after: After) -> Result<(), MapError> {
+            self.mapper.unmap_after(runs, after)
+        }
+
+        fn headroom(&self) -> Option<u32> {
+            self.mapper.headroom()
+        }
+
+        fn ready(&self) -> Result<Readiness, MapError> {
+            self.mapper.ready()
+        }
+
+        fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
+            let mut reconciled = self.mapper.reconcile(doubtful)?;
+            if self.looks.fetch_add(1, Ordering::Relaxed) + 1 == self.at {
+                let runs = self.mapper.mapped();
+                self.mapper.unmap(&runs)?;
+                self.mapper.map(&runs)?;
+                reconciled.lost.push((Stage(0), Rank(1)));
+            }
+            Ok(reconciled)
+        }
+    }
+
+    /// A cache with eight blocks handed out, whose content is lost when that is next looked for.
+    fn forgetful() -> (RankedCache, Vec<BlockId>) {
+        let (plan, mapper, own) = parts();
+        let mapper = Arc::new(Forgetful {
+            mapper,
+            looks: AtomicU32::new(0),
+            at: 1,
+        });
+        let mut cache = RankedCache::over(
+            &plan,
+            vec![mapper],
+            vec![own],
+            Crew::default(),
+            Arc::default(),
+            Some(Turmoil::default()),
+        )
+        .expect("ready");
+        let mut blocks = Vec::new();
+        cache.alloc(&[want(8)], &mut blocks).expect("room");
+        cache.step_end().expect("not broken");
+        assert_eq!(cache.losses().expect("not broken"), 0);
+        (cache, blocks)
+    }
+
+    fn returned(blocks: &[BlockId]) -> Return<'_> {
+        Return {
+            pool: PoolId(0),
+            owner: want(8).owner,
+            blocks,
+        }
+    }
+
+    #[test]
+    fn blocks_that_are_not_dropped_after_a_loss_are_found_corrupted() {
+        let (mut cache, blocks) = forgetful();
+        cache.recover().expect("mended");
+        assert_eq!(cache.losses().expect("not broken"), 1);
+        cache
+            .free(&[returned(&blocks)])
+            .expect("a finding is no failure");
+        assert_eq!((cache.checked().blocks, cache.checked().corrupted), (8, 8));
+    }
+
+    #[test]
+    fn blocks_that_are_dropped_after_a_loss_are_counted_and_not_taken_for_corrupted() {
+        let (mut cache, blocks) = forgetful();
+        cache.recover().expect("mended");
+        assert_eq!(cache.losses().expect("not broken"), 1);
+        cache.drop_lost(&[returned(&blocks)]).expect("not broken");
+        assert_eq!((cache.checked().corrupted, cache.held_bytes()), (0, 0));
+        let faults = cache.take_faults().expect("there is turmoil");
+        assert_eq!(faults.blocks_lost, 8);
+
+        let mut again = Vec::new();
+        cache.alloc(&[want(8)], &mut again).expect("room");
+        cache.step_end().expect("not broken");
+        cache.free(&[returned(&again)]).expect("not broken");
+        assert_eq!((cache.checked().blocks, cache.checked().corrupted), (8, 0));
+    }
+
+    #[test]
+    fn nothing_is_handed_out_after_a_loss_before_the_engine_knows_of_it() {
+        let (mut cache, blocks) = forgetful();
+        cache.recover().expect("mended");
+        let held = cache.held_bytes();
+        let mut out = Vec::new();
+        let result = cache.alloc(&[want(1)], &mut out);
+        assert!(matches!(result, Err(CacheError::Lost)));
+        assert_eq!((out.len(), cache.held_bytes()), (0, held));
+        assert_eq!(cache.losses().expect("not broken"), 1);
+        cache.drop_lost(&[returned(&blocks)]).expect("not broken");
+        cache.alloc(&[want(1)], &mut out).expect("it knows");
     }
 
     #[test]

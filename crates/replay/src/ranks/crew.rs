@@ -6,14 +6,19 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use kvcached_mapper::Rank;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use thiserror::Error;
 
 use super::channel::{Channel, ChannelError};
 use super::message::{Answer, MappedSet, Order, STAMPS_PER_MESSAGE, Setup};
 use super::oracle::{Checked, Stamp};
+use super::trigger::Struck;
+use crate::chaos::FaultKind;
 
 /// How long a rank may take to end in good order.
 const END_BOUND: Duration = Duration::from_secs(5);
@@ -36,10 +41,21 @@ pub(crate) struct Crew {
 #[derive(Debug)]
 struct Member {
     rank: Rank,
+    origin: Origin,
     child: Child,
     channel: Channel,
     /// A second hold on the socket, to end the conversation with.
     socket: UnixStream,
+    /// It was killed and waited for.
+    has_ended: bool,
+}
+
+/// What a member is started from, and its successor.
+#[derive(Debug, Clone)]
+struct Origin {
+    program: RankProgram,
+    setup: Setup,
+    bound: Duration,
 }
 
 /// Why a rank process did not do its part.
@@ -101,16 +117,45 @@ impl Crew {
     ) -> Result<Self, CrewError> {
         let mut crew = Self::default();
         for setup in setups {
-            crew.members
-                .push(Member::start(program, setup, ready_timeout)?);
+            crew.members.push(Member::start(Origin {
+                program: program.clone(),
+                setup,
+                bound: ready_timeout,
+            })?);
         }
-        for member in &mut crew.members {
-            match member.receive()? {
-                Answer::Ready => {}
-                _ => return Err(CrewError::OutOfTurn { rank: member.rank }),
+        crew.members.iter_mut().try_for_each(Member::await_ready)?;
+        Ok(crew)
+    }
+
+    /// The process of a rank, to send signals to.
+    pub(crate) fn process(&self, rank: Rank) -> Option<Pid> {
+        let member = self.members.iter().find(|member| member.rank == rank)?;
+        Some(member.process())
+    }
+
+    /// Has every rank that was struck take part again: a killed one as another process, which
+    /// listens; a stopped one when its time has come. When the last of them was back.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a stall has a length, and recovery is measured from its end"
+    )]
+    pub(crate) fn bring_back(&mut self, struck: &[Struck]) -> Result<Instant, CrewError> {
+        for Struck {
+            rank, kind, since, ..
+        } in struck
+        {
+            let Some(member) = self.members.iter_mut().find(|member| member.rank == *rank) else {
+                continue;
+            };
+            match kind {
+                FaultKind::Kill => member.replace()?,
+                FaultKind::Stall(length) => {
+                    thread::sleep(length.saturating_sub(since.elapsed()));
+                    member.go_on();
+                }
             }
         }
-        Ok(crew)
+        Ok(Instant::now())
     }
 
     /// Has every rank stamp these blocks; does not wait for it.
@@ -180,7 +225,12 @@ impl Crew {
 }
 
 impl Member {
-    fn start(program: &RankProgram, setup: Setup, bound: Duration) -> Result<Self, CrewError> {
+    fn start(origin: Origin) -> Result<Self, CrewError> {
+        let Origin {
+            program,
+            setup,
+            bound,
+        } = &origin;
         let rank = setup.rank();
         let failed = |source| CrewError::Start {
             rank,
@@ -190,7 +240,7 @@ impl Member {
         };
         let (here, there) = UnixStream::pair().map_err(failed)?;
         let socket = here.try_clone().map_err(failed)?;
-        let channel = match Channel::new(here, Some(bound)) {
+        let channel = match Channel::new(here, Some(*bound)) {
             Ok(channel) => channel,
             Err(error) => {
                 return Err(CrewError::Failed {
@@ -208,12 +258,49 @@ impl Member {
             .map_err(failed)?;
         let mut member = Self {
             rank,
+            origin,
             child,
             channel,
             socket,
+            has_ended: false,
         };
-        member.send(&Order::Setup(Box::new(setup)))?;
+        let setup = Box::new(member.origin.setup.clone());
+        member.send(&Order::Setup(setup))?;
         Ok(member)
+    }
+
+    fn await_ready(&mut self) -> Result<(), CrewError> {
+        match self.receive()? {
+            Answer::Ready => Ok(()),
+            _ => Err(CrewError::OutOfTurn { rank: self.rank }),
+        }
+    }
+
+    fn process(&self) -> Pid {
+        Pid::from_raw(i32::try_from(self.child.id()).expect("the system's process ids are 32 bit"))
+    }
+
+    /// Puts another process in the place of one that was killed.
+    fn replace(&mut self) -> Result<(), CrewError> {
+        let origin = self.origin.clone();
+        // First it is gone for good, and its share of every budget with it.
+        let ended = self.child.kill().and_then(|()| self.child.wait());
+        ended.map_err(|source| CrewError::Start {
+            rank: self.rank,
+            instance: origin.setup.instance.clone(),
+            program: origin.program.program.clone(),
+            source,
+        })?;
+        self.has_ended = true;
+        *self = Self::start(origin)?;
+        self.await_ready()
+    }
+
+    /// Continues the process, if it is stopped.
+    fn go_on(&self) {
+        if let Err(error) = kill(self.process(), Signal::SIGCONT) {
+            tracing::warn!(rank = %self.rank, %error, "a rank could not be continued");
+        }
     }
 
     fn send(&mut self, order: &Order) -> Result<(), CrewError> {
@@ -270,6 +357,9 @@ impl Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
+        if self.has_ended {
+            return;
+        }
         self.dismiss();
         let rank = self.rank.0;
         match self.wait() {

@@ -190,7 +190,7 @@ fn run_alone(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
                 Answer::Done(state(&cache))
             }
             Order::Finish => {
-                cache.compare_ranks().map_err(Broken::new)?;
+                cache.compare_ranks()?;
                 Answer::Finished(Finished {
                     pages: cache.page_totals(),
                     checked: cache.checked().clone(),
