@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_mapper::{
-    Cold, Geometry, LocalMapper, MapError, Mapper, NotReady, PoolId, Rank, RankMapper, Stage,
+    Cold, Epochs, Geometry, LocalMapper, MapError, Mapper, NotReady, PoolId, Rank, RankMapper,
+    Stage,
 };
 use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, ConnectError, Deadline, GeometryDigest, InstanceName, RuntimeDir,
@@ -36,6 +37,8 @@ pub struct MapperConfig {
     pub ipc_timeout: Duration,
     /// This life of the coordinator, by which workers tell it from others.
     pub session: SessionId,
+    /// Which epochs have retired on the rank in this process.
+    pub epochs: Arc<Epochs>,
 }
 
 /// A pool's mapper, and the part of it that is in this process.
@@ -83,6 +86,7 @@ impl MapperConfig {
             cold: config.cold,
             ipc_timeout: config.ipc_timeout,
             session: SessionId::fresh(),
+            epochs: Arc::new(Epochs::new(config.retire_timeout)),
         }
     }
 }
@@ -128,7 +132,8 @@ pub fn compose<D: Driver>(
         (Some((stage, rank)), None) => return Err(ComposeError::NoDriver { stage, rank }),
         (Some(_), Some(driver)) => {
             let mapper = LocalMapper::new(Arc::clone(driver), geometry.clone(), config.cold);
-            Some(Arc::new(mapper.map_err(ComposeError::Local)?))
+            let mapper = mapper.map_err(ComposeError::Local)?;
+            Some(Arc::new(mapper.with_epochs(Arc::clone(&config.epochs))))
         }
         (None, _) => None,
     };

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use kvcached_manager::{Limit, LimitError, NewError};
 use kvcached_mapper::{
-    Geometry, LayoutError, LocalMapper, MapError, Mapper, NotReady, PoolId, PoolSpec, Readiness,
+    Epoch, Epochs, Geometry, LayoutError, LocalMapper, MapError, Mapper, NotReady, PoolId,
+    PoolSpec, Readiness,
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::{Deadline, InstanceName, Topology};
@@ -35,6 +36,7 @@ pub struct Scheduler {
     /// First, so that it is stopped before the pools go.
     keeper: Option<Keeper>,
     pools: Vec<Pool>,
+    epochs: Arc<Epochs>,
 }
 
 /// What a [`Scheduler`] is made from.
@@ -262,7 +264,7 @@ impl Scheduler {
                 })
             })
             .collect::<Result<Vec<_>, _>>()?;
-        Self::run(mapped, max_run, background)
+        Self::run(mapped, max_run, background, mapper.epochs)
     }
 
     /// Starts pools over mappers that exist and are ready, such as wrapped or recording ones.
@@ -292,7 +294,8 @@ impl Scheduler {
                 }
             }
         }
-        Self::run(pools, max_run, background)
+        let epochs = Arc::new(Epochs::new(Duration::ZERO));
+        Self::run(pools, max_run, background, epochs)
     }
 
     /// The pool of that number.
@@ -307,6 +310,20 @@ impl Scheduler {
         &self.pools
     }
 
+    /// Which epochs have retired on the rank in this process: whoever launches its work says so
+    /// there. Every other rank has [its own](crate::Worker::epochs).
+    #[must_use]
+    pub const fn epochs(&self) -> &Arc<Epochs> {
+        &self.epochs
+    }
+
+    /// Tells that the work of this epoch, and of all before it, has ended on every rank: for engines
+    /// that know it here, so that no rank need say it. See [`Pool::retire`].
+    pub fn retire(&self, epoch: Epoch) {
+        self.epochs.retire(epoch);
+        self.pools.iter().for_each(|pool| pool.retire(epoch));
+    }
+
     /// Does a thread keep the reserves? Not without one to keep, nor with [`Background::Off`].
     #[must_use]
     pub fn keeps_reserves(&self) -> bool {
@@ -317,6 +334,7 @@ impl Scheduler {
         pools: Vec<MappedPool>,
         max_run: MaxRun,
         background: Background,
+        epochs: Arc<Epochs>,
     ) -> Result<Self, StartError> {
         let mut pools = pools
             .into_iter()
@@ -338,7 +356,11 @@ impl Scheduler {
                 pool.wake_by(keeper.wake());
             }
         }
-        Ok(Self { keeper, pools })
+        Ok(Self {
+            keeper,
+            pools,
+            epochs,
+        })
     }
 }
 

@@ -18,8 +18,8 @@ use kvcached_integrations::{
 use kvcached_manager::{AllocError, FullReason};
 use kvcached_mapper::testing::RecordingMapper;
 use kvcached_mapper::{
-    Cause, KvBuffers, Layout, LocalMapper, Mapper, PageId, PageRun, PageSize, PoolId, PoolSpec,
-    Rank, RankMapper, Stage,
+    Cause, Epoch, Epochs, Health, KvBuffers, Layout, LocalMapper, Mapper, PageId, PageRun,
+    PageSize, PoolId, PoolSpec, Rank, RankMapper, Stage,
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::{BindError, Deadline, RuntimeDir};
@@ -118,10 +118,12 @@ impl Engine {
     ) -> Result<Worker<Host>, WorkerError> {
         let instance = self.config.instance.clone();
         let place = (Stage(stage), Rank(rank));
-        Worker::start(
-            WorkerConfig::new(&self.config, instance, place, pools),
-            device,
-        )
+        let config = WorkerConfig {
+            // Nobody waits here to be told why a worker cannot begin.
+            ready_timeout: Duration::ZERO,
+            ..WorkerConfig::new(&self.config, instance, place, pools)
+        };
+        Worker::start(config, device)
     }
 
     fn scheduler_config(&self, arrangement: Arrangement, pools: Vec<PoolSetup>) -> SchedulerConfig {
@@ -655,8 +657,11 @@ fn a_worker_gives_its_memory_back_whoever_goes_first() {
         before,
         "nobody maps what the others cannot"
     );
-    // Blocks on pages that are there already are still to be had.
-    assert_eq!(pool.alloc(1).map(|blocks| blocks.len()), Ok(1));
+    // Nor is a block handed out of pages that are there already: the rank that is gone cannot hold
+    // what would be written.
+    let fenced = pool.alloc(1).unwrap_err();
+    assert!(matches!(fenced, AllocError::Fenced { .. }), "{fenced}");
+    assert!(pool.health().is_fenced());
     drop(scheduler);
     drop(stays);
     assert_eq!(used_pages(&devices[0]), 0);
@@ -686,6 +691,111 @@ fn one_rank_listens_once() {
     let wrong = engine.try_worker(0, 0, vec![(POOL, wrong)], &device);
     assert!(matches!(wrong, Err(WorkerError::Layout { pool: POOL, .. })));
     assert_eq!(engine.sockets(), None);
+}
+
+/// The start of the whole instance ends with the reason of the worker that cannot begin, and the
+/// worker's own start once it has told it.
+#[test]
+fn a_worker_that_cannot_begin_fails_the_start_and_is_named() {
+    let engine = Engine::new("unable", LONG);
+    let device = device(48);
+    let _good = engine.worker(0, 0, &[POOL], &device);
+    let separate = Arrangement::Separate { tp: 2, stages: 1 };
+    let config = engine.scheduler_config(separate, vec![setup(POOL)]);
+    let mut wrong = spec();
+    wrong.layers = 0;
+    let instance = engine.config.instance.clone();
+    let place = (Stage(0), Rank(1));
+    let unable = WorkerConfig::new(&engine.config, instance, place, vec![(POOL, wrong)]);
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| Worker::start(unable, &device).map(drop));
+        let error = Scheduler::start(config, None::<Arc<Host>>).unwrap_err();
+        let words = error.to_string();
+        assert!(
+            words.contains("stage 0, rank 1") && words.contains("the worker cannot serve: pool 0"),
+            "{words}"
+        );
+        let own = worker.join().unwrap();
+        assert!(matches!(own, Err(WorkerError::Layout { pool: POOL, .. })));
+    });
+}
+
+/// Waits for the thread that keeps the pools; no longer than a test may take.
+fn await_health(pool: &kvcached_integrations::Pool, fenced: bool) {
+    let deadline = Deadline::after(Duration::from_secs(60));
+    while pool.health().is_fenced() != fenced || !fenced && pool.health() != Health::Healthy {
+        assert!(!deadline.is_over(), "{}", pool.health());
+        std::thread::yield_now();
+    }
+}
+
+/// A rank's process ends, and another one takes its place: nobody does anything but the scheduler's
+/// own thread, and what was in the pages is told to be lost.
+#[test]
+fn a_rank_that_comes_back_is_brought_to_the_same_pages() {
+    let engine = Engine::new("back", LONG);
+    let devices = [device(48), device(48)];
+    let worker = |rank: u16| engine.worker(0, rank, &[POOL], &devices[usize::from(rank)]);
+    let (stays, goes) = (worker(0), worker(1));
+    let separate = Arrangement::Separate { tp: 2, stages: 1 };
+    let config = SchedulerConfig {
+        background: Background::On {
+            every: Duration::from_millis(20),
+        },
+        ..engine.scheduler_config(separate, vec![setup(POOL)])
+    };
+    let scheduler = Scheduler::start(config, None::<Arc<Host>>).unwrap();
+    let pool = scheduler.pool(POOL).unwrap();
+    let blocks = pool.alloc(9).unwrap();
+    drop(goes);
+    // Nobody asks for anything meanwhile.
+    await_health(pool, true);
+    assert_eq!((pool.available(), pool.contents_lost()), (0, 0));
+
+    let back = worker(1);
+    await_health(pool, false);
+    assert_eq!(pool.contents_lost(), 1);
+    assert_eq!(mapped(&back, POOL), mapped(&stays, POOL));
+    pool.free(&blocks).unwrap();
+    pool.alloc(40).unwrap();
+    assert_eq!(mapped(&back, POOL), mapped(&stays, POOL));
+    drop(scheduler);
+    assert_eq!(devices.each_ref().map(|device| used_pages(device)), [0, 0]);
+}
+
+/// Memory stays until the rank that launched the work says that it has ended.
+#[test]
+fn memory_is_kept_until_the_epoch_has_retired_on_every_rank() {
+    let engine = Engine::new("epochs", LONG);
+    let devices = [device(48), device(48)];
+    let worker = engine.worker(0, 1, &[POOL], &devices[1]);
+    let mut config = engine.scheduler_config(Arrangement::Rank0 { tp: 2 }, vec![setup(POOL)]);
+    config.mapper.epochs = Arc::new(Epochs::new(Duration::from_millis(10)));
+    let scheduler = Scheduler::start(config, Some(Arc::clone(&devices[0]))).unwrap();
+    let pool = scheduler.pool(POOL).unwrap();
+    let blocks = pool.alloc(5 * PER_PAGE).unwrap();
+    let pages = || devices.each_ref().map(|device| used_pages(device));
+    let before = pages();
+    pool.free_in(&blocks, Epoch(7)).unwrap();
+    scheduler.epochs().retire(Epoch(7));
+    // Here it has ended, there it has not.
+    worker.epochs().retire(Epoch(6));
+    assert_eq!((pool.trim(), pages()), (Ok(0), before));
+    assert_eq!(pool.health(), Health::Healthy);
+    // They may be used again all the same.
+    let again = pool.alloc(5 * PER_PAGE).unwrap();
+    assert_eq!(pages(), before);
+    pool.free_in(&again, Epoch(7)).unwrap();
+    worker.epochs().retire(Epoch(7));
+    pool.trim().unwrap();
+    assert_eq!(pages(), [1, 1]);
+
+    // Or the engine knows it of all ranks.
+    let blocks = pool.alloc(5 * PER_PAGE).unwrap();
+    pool.free_in(&blocks, Epoch(9)).unwrap();
+    scheduler.retire(Epoch(9));
+    pool.trim().unwrap();
+    assert_eq!(pages(), [1, 1]);
 }
 
 #[test]

@@ -275,7 +275,10 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
     }
 
     fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
-        self.driver.synchronize()?;
+        // Nothing mapped is nothing that work could touch.
+        if !self.pool().record.is_empty() {
+            self.driver.synchronize()?;
+        }
         let mut pool = self.pool();
         pool.record.check_set(wanted)?;
         let wanted_set: BTreeSet<PageRun> = wanted.iter().copied().collect();

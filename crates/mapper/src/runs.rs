@@ -88,6 +88,12 @@ impl Record {
         prepared.filter(|run| runs.contains(run)).collect()
     }
 
+    /// Is every page cold?
+    pub(crate) fn is_empty(&self) -> bool {
+        let known = [&self.mapped, &self.prepared, &self.in_doubt];
+        known.iter().all(|runs| runs.iter().next().is_none())
+    }
+
     /// Are all of `runs` free to be mapped?
     pub(crate) fn check_map(&self, runs: &[PageRun]) -> Result<(), MapError> {
         self.check("map", runs, |run| {

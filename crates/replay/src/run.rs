@@ -6,12 +6,13 @@ use std::iter::Peekable;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use kvcached_integrations::{ByteSize, MapperConfig, MaxRun, StartError};
-use kvcached_mapper::{Cold, Layout, LayoutError, PageSize, Rank};
+use kvcached_mapper::{Cold, Epochs, Layout, LayoutError, PageSize, Rank};
 use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, SessionId, Topology};
 use kvcached_vmm::{Budget, BudgetError};
 use thiserror::Error;
@@ -521,6 +522,7 @@ fn elastic_caches(
             topology,
             cold: plan.cold,
             ipc_timeout: plan.ipc_timeout,
+            epochs: Arc::new(Epochs::new(plan.ipc_timeout)),
             session: SessionId::fresh(),
         };
         let cache = RankedCache::led(
