@@ -12,11 +12,11 @@
 //! late one changes nothing, and a coordinator that began before the present one is refused. Of two
 //! conversations in one session only the later one is listened to.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcached_mapper::{After, PageRun, PoolId, Rank, RankMapper, Stage};
+use kvcached_mapper::{After, PageRun, PoolId, Rank, RankMapper, Resynced, Stage};
 use thiserror::Error;
 
 use crate::wire::{
@@ -86,6 +86,9 @@ struct PoolState {
     speaker: Option<u64>,
     /// Since when nobody is connected, if there is something to release for it.
     orphaned: Option<Instant>,
+    /// Runs that a resynchronisation has remade, empty, without the coordinator being known to have
+    /// heard of it: the attempt failed half-way, or its reply got lost.
+    untold: BTreeSet<PageRun>,
     last: Transaction,
 }
 
@@ -156,6 +159,7 @@ impl ServedRank {
                 session: None,
                 speaker: None,
                 orphaned: None,
+                untold: BTreeSet::new(),
                 last: Transaction::default(),
             };
             (state.served.pool, state)
@@ -365,6 +369,7 @@ impl Conversation {
             .expect("who is admitted named a pool that there is");
         if state.session != Some(session) {
             state.session = Some(session);
+            state.untold.clear();
             state.last = Transaction::default();
         }
         state.speaker = Some(number);
@@ -458,25 +463,24 @@ impl PoolState {
                 _ => Err(format!("request {sequence} is there twice and differs")),
             };
         }
-        if batch.kind != BatchKind::Resync {
-            self.last.is_over()?;
+        if batch.kind == BatchKind::Resync {
+            return Ok((sequence, self.resync(sequence, batch)));
         }
+        self.last.is_over()?;
+        self.heard();
         let mapper = &*self.served.mapper;
         let call = match batch.kind {
             BatchKind::Map => RankCall::Map(&batch.runs),
             BatchKind::Prepare(after) => RankCall::Prepare(&batch.runs, after),
-            BatchKind::Resync => RankCall::Resync(&batch.runs),
+            BatchKind::Resync => unreachable!("a resynchronisation is no transaction"),
         };
         let answer = call.perform(mapper);
         let done = matches!(answer, RankAnswer::Batch(Ok(())));
         let (state, did) = match batch.kind {
-            BatchKind::Map => (TransactionState::Mapped, Reply::Done),
             BatchKind::Prepare(_) => (TransactionState::Prepared, Reply::Prepared),
-            // There is no way back from it, and no need of one.
-            BatchKind::Resync => (TransactionState::Nothing, Reply::Done),
+            _ => (TransactionState::Mapped, Reply::Done),
         };
         let reply = match answer {
-            RankAnswer::Resynced(answer) => Reply::resynced(answer, &mapper.mapped()),
             RankAnswer::Batch(Err(error)) => Reply::failed(error),
             _ => did,
         };
@@ -491,6 +495,42 @@ impl PoolState {
             reply: Some(reply.clone()),
         };
         Ok((sequence, reply))
+    }
+
+    /// Has exactly these runs mapped. There is no way back from it, and no need of one.
+    fn resync(&mut self, sequence: u64, batch: Batch) -> Reply {
+        let mapper = &*self.served.mapper;
+        let before: BTreeSet<PageRun> = mapper.mapped().into_iter().collect();
+        let answer = mapper.resync(&batch.runs);
+        let mapped = mapper.mapped();
+        match &answer {
+            Ok(Resynced { remade, .. }) => self.untold.extend(remade),
+            // It has done some of the work all the same.
+            Err(_) => {
+                let fresh = mapped.iter().filter(|run| !before.contains(run));
+                self.untold.extend(fresh);
+            }
+        }
+        self.untold.retain(|run| batch.runs.contains(run));
+        let answer = answer.map(|Resynced { in_doubt, .. }| Resynced {
+            remade: self.untold.iter().copied().collect(),
+            in_doubt,
+        });
+        let reply = Reply::resynced(answer, &mapped);
+        self.last = Transaction {
+            sequence,
+            batch: Some(batch),
+            state: TransactionState::Nothing,
+            reply: Some(reply.clone()),
+        };
+        reply
+    }
+
+    /// The coordinator goes on: it has had the reply to the resynchronisation before.
+    fn heard(&mut self) {
+        if let Some(Reply::Resynced { .. }) = self.last.reply {
+            self.untold.clear();
+        }
     }
 
     /// The second half of the last transaction.
@@ -556,6 +596,7 @@ impl PoolState {
     fn ask(&mut self, sequence: u64, call: RankCall<'_>) -> Result<(u64, Reply), String> {
         if sequence > self.last.sequence {
             self.last.is_over()?;
+            self.heard();
             self.last = Transaction {
                 sequence,
                 ..Transaction::default()
@@ -600,7 +641,7 @@ fn violation(reason: String, out: &mut Vec<u8>) -> ConversationEnd {
 mod tests {
     use std::sync::Mutex;
 
-    use kvcached_mapper::{After, MapError, Mapper, PageId, Readiness, Resynced};
+    use kvcached_mapper::{After, Cause, MapError, Mapper, PageId, Readiness};
     use proptest::prelude::*;
 
     use super::*;
@@ -935,6 +976,99 @@ mod tests {
     }
 
     /// A request that comes again is answered from memory; one that comes late is not answered.
+    /// A rank that begins with nothing, and has room for so many runs, attempt after attempt.
+    #[derive(Debug)]
+    struct Cramped {
+        mapped: Mutex<Vec<PageRun>>,
+        room: Mutex<Vec<usize>>,
+    }
+
+    impl Mapper for Cramped {
+        fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
+            Ok(())
+        }
+
+        fn unmap_after(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
+            Ok(())
+        }
+
+        fn headroom(&self) -> Option<u32> {
+            None
+        }
+
+        fn ready(&self) -> Result<Readiness, MapError> {
+            Ok(Readiness::Ready)
+        }
+    }
+
+    impl RankMapper for Cramped {
+        fn prepare_unmap(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
+            Ok(())
+        }
+
+        fn commit_unmap(&self, _: &[PageRun]) {}
+
+        fn abort_unmap(&self, _: &[PageRun]) -> Result<(), MapError> {
+            Ok(())
+        }
+
+        fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+            let room = self.room.lock().unwrap().remove(0);
+            let mut mapped = self.mapped.lock().unwrap();
+            let before = std::mem::take(&mut *mapped);
+            mapped.extend(wanted.iter().take(room));
+            if room < wanted.len() {
+                return Err(MapError::clean(Cause::OutOfMemory { at: None }));
+            }
+            let remade = wanted.iter().filter(|run| !before.contains(run));
+            Ok(Resynced {
+                remade: remade.copied().collect(),
+                in_doubt: Vec::new(),
+            })
+        }
+
+        fn mapped(&self) -> Vec<PageRun> {
+            self.mapped.lock().unwrap().clone()
+        }
+    }
+
+    /// Else an engine would read what is empty, and not know.
+    #[test]
+    fn what_was_remade_is_told_until_the_coordinator_has_heard_it() {
+        let hello = hello();
+        let served = ServedPool {
+            pool: hello.pool,
+            geometry: hello.geometry,
+            mapper: Arc::new(Cramped {
+                mapped: Mutex::default(),
+                room: Mutex::new(vec![2, 3, 3, 3]),
+            }),
+        };
+        let mut rank = ServedRank::new(hello.instance, hello.stage, hello.rank, [served]);
+        let wanted = runs(3);
+        let resync = |rank: &mut ServedRank, number| {
+            // Nobody hears the reply: the connection ends, and there is another.
+            let mut conversation = welcomed(rank, 5);
+            let replies = told(&mut conversation, rank, number, Verb::Resync(&wanted));
+            (conversation, replies)
+        };
+        let remade = |remade| Reply::Resynced {
+            digest: RunsDigest::new(runs(3)),
+            remade,
+            in_doubt: wire::Runs(Vec::new().into()),
+        };
+        let all = || wire::Part::Runs(wire::Runs(runs(3).into()));
+        let (_, replies) = resync(&mut rank, 1);
+        assert!(matches!(replies[..], [Reply::Failed { .. }]), "no room");
+        for number in [2, 3] {
+            assert_eq!(resync(&mut rank, number).1, [remade(all())]);
+        }
+        let (mut conversation, _) = resync(&mut rank, 3);
+        let ready = told(&mut conversation, &mut rank, 4, Verb::Ready);
+        assert_eq!(ready, [Reply::Ready]);
+        assert_eq!(resync(&mut rank, 5).1, [remade(wire::Part::Nothing)]);
+    }
+
     #[test]
     fn a_transaction_is_applied_once() {
         let (mut rank, recorder) = rank();
