@@ -11,6 +11,7 @@ mod bench;
 mod ci;
 mod gpu;
 mod process;
+mod sim;
 mod test;
 mod tidy;
 
@@ -26,6 +27,9 @@ usage: cargo xtask <chore> [arguments]
   bench [cargo bench arguments]   the criterion benchmarks, e.g. `bench --bench blocks -- warm`
   bench-ab REV [--bench NAME]     the benchmarks of revision REV and of the working tree, one
                                   after the other on this machine, compared by criterion
+  sim [--seeds N] [--script FILE] the engine in virtual time, over N seeds, with everything that
+                                  can fail failing; `sim --help` says more. A violation is shrunk
+                                  to a script, which --script replays
   tidy                            rules of the repository that no compiler checks
   ci                              format, lints, documentation, tidy, test: what has to pass
 ";
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
         "test-gpu" => gpu::run(rest),
         "bench" => bench::run(rest),
         "bench-ab" => bench::compare(rest),
+        "sim" => sim::run(rest),
         "tidy" => tidy::run(),
         "ci" => ci::run(),
         "help" | "--help" | "-h" => {

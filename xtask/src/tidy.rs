@@ -32,6 +32,7 @@ const EDGES: &[(&str, &[&str])] = &[
             "vmm",
         ],
     ),
+    ("sim", &["manager", "page-alloc", "mapper", "tp-ipc", "vmm"]),
     ("cli", &["replay", "integrations", "tp-ipc", "mapper"]),
 ];
 
