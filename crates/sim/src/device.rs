@@ -40,6 +40,7 @@ pub(crate) struct SimDriver {
     device: Arc<Device>,
     clock: Arc<Clock>,
     epochs: Arc<Epochs>,
+    properties: Properties,
     state: Mutex<State>,
     /// The last epoch all of whose work has been done here.
     done: Arc<AtomicU64>,
@@ -77,8 +78,14 @@ struct State {
 
 #[derive(Default)]
 struct Range {
-    /// By offset: which chunk, and its length.
-    mapped: BTreeMap<u64, (u64, u64)>,
+    mapped: BTreeMap<u64, Mapping>,
+}
+
+#[derive(Clone, Copy)]
+struct Mapping {
+    chunk: u64,
+    len: u64,
+    writable: bool,
 }
 
 struct ChunkState {
@@ -150,12 +157,22 @@ impl Device {
 }
 
 impl SimDriver {
-    /// The driver of a fresh process on `device`, whose work `epochs` hears of.
-    pub(crate) fn new(device: &Arc<Device>, clock: &Arc<Clock>, epochs: &Arc<Epochs>) -> Arc<Self> {
+    /// The driver of a fresh process on `device`, whose work `epochs` hears of, and which can map
+    /// one chunk at many addresses and protect it, or not.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        clock: &Arc<Clock>,
+        epochs: &Arc<Epochs>,
+        alias: bool,
+    ) -> Arc<Self> {
+        let mut properties = Properties::new(GRANULE);
+        properties.alias = alias;
+        properties.read_only = alias;
         Arc::new(Self {
             device: Arc::clone(device),
             clock: Arc::clone(clock),
             epochs: Arc::clone(epochs),
+            properties,
             state: Mutex::new(State {
                 next: 1 << 40,
                 slow: 1,
@@ -330,7 +347,7 @@ impl State {
         tag[..8].copy_from_slice(&work.serial.to_le_bytes());
         tag[8..].copy_from_slice(&write.to_le_bytes());
         let bytes = self
-            .place(address, TAG_BYTES)
+            .place(address, TAG_BYTES, work.writes)
             .ok_or_else(|| "nothing is mapped there".to_owned())?;
         if work.writes {
             bytes.copy_from_slice(&tag);
@@ -345,17 +362,20 @@ impl State {
         })
     }
 
-    /// The bytes at an address, if all of them are mapped.
-    fn place(&mut self, address: u64, len: usize) -> Option<&mut [u8]> {
+    /// The bytes at an address, if all of them are mapped for that.
+    fn place(&mut self, address: u64, len: usize, writes: bool) -> Option<&mut [u8]> {
         let (base, range) = self.ranges.range(..=address).next_back()?;
         let offset = address - base;
-        let (start, (chunk, chunk_len)) = range.mapped.range(..=offset).next_back()?;
+        let (start, mapping) = range.mapped.range(..=offset).next_back()?;
         let inside = offset - start;
-        if inside + len as u64 > *chunk_len {
+        if inside + len as u64 > mapping.len || (writes && !mapping.writable) {
             return None;
         }
         let first = usize::try_from(inside).expect("chunks are small");
-        let chunk = self.chunks.get_mut(chunk).expect("what is mapped is there");
+        let chunk = self
+            .chunks
+            .get_mut(&mapping.chunk)
+            .expect("what is mapped is there");
         Some(&mut chunk.bytes[first..first + len])
     }
 }
@@ -365,7 +385,7 @@ impl Driver for SimDriver {
     type Chunk = SimChunk;
 
     fn properties(&self) -> Properties {
-        Properties::new(GRANULE)
+        self.properties
     }
 
     fn reserve(&self, len: u64) -> Result<SimRange, VmmError> {
@@ -425,7 +445,7 @@ impl Driver for SimDriver {
         range: &SimRange,
         offset: u64,
         chunk: &SimChunk,
-        _: Access,
+        access: Access,
     ) -> Result<(), VmmError> {
         let mut state = self.enter(Some(DriverCall::Map), 45)?;
         if state.dead {
@@ -435,7 +455,12 @@ impl Driver for SimDriver {
             known.mappings += 1;
         }
         if let Some(known) = state.ranges.get_mut(&range.base) {
-            known.mapped.insert(offset, (chunk.id, chunk.len));
+            let mapping = Mapping {
+                chunk: chunk.id,
+                len: chunk.len,
+                writable: access == Access::ReadWrite,
+            };
+            known.mapped.insert(offset, mapping);
         }
         Ok(())
     }
@@ -454,7 +479,8 @@ impl Driver for SimDriver {
             state.broken.get_or_insert(broken);
         }
         let known = state.ranges.get_mut(&range.base);
-        let Some((chunk, _)) = known.and_then(|known| known.mapped.remove(&offset)) else {
+        let Some(Mapping { chunk, .. }) = known.and_then(|known| known.mapped.remove(&offset))
+        else {
             state.broken = Some("something is unmapped that was not mapped".to_owned());
             return Ok(());
         };
@@ -487,7 +513,7 @@ impl Bytes for SimDriver {
     fn write(&self, range: &SimRange, offset: u64, bytes: &[u8]) -> Result<(), VmmError> {
         let address = range.base + offset;
         let mut state = self.state();
-        let place = state.place(address, bytes.len());
+        let place = state.place(address, bytes.len(), true);
         place
             .ok_or(VmmError::Fault { address })?
             .copy_from_slice(bytes);
@@ -497,7 +523,7 @@ impl Bytes for SimDriver {
     fn read(&self, range: &SimRange, offset: u64, buffer: &mut [u8]) -> Result<(), VmmError> {
         let address = range.base + offset;
         let mut state = self.state();
-        let place = state.place(address, buffer.len());
+        let place = state.place(address, buffer.len(), false);
         buffer.copy_from_slice(place.ok_or(VmmError::Fault { address })?);
         Ok(())
     }

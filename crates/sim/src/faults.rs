@@ -9,6 +9,9 @@ use crate::rank::{Memory, Served};
 use crate::script::{Process, Step};
 use crate::world::{World, lock};
 
+/// How soon a process that could not begin is begun again.
+const START_AGAIN_NS: u64 = 2_000_000;
+
 impl World {
     pub(crate) fn happen(&self, step: Step) {
         let now_ns = self.clock.now_ns();
@@ -165,31 +168,31 @@ impl World {
     }
 
     pub(crate) fn start_rank(&self, rank: usize) {
-        let memory = self.fresh_memory(rank);
+        let Some(memory) = self.fresh_memory(rank) else {
+            let at_ns = self.clock.now_ns() + START_AGAIN_NS;
+            return self.schedule(at_ns, Event::RankStarts(rank));
+        };
         let served = Served::new(&self.config, self.places[rank], &memory, self.sabotage);
         lock(&self.memories)[rank] = Some(memory);
         *lock(&self.served[rank]) = Some(served);
         self.count_start();
     }
 
-    fn fresh_memory(&self, rank: usize) -> Arc<Memory> {
+    fn fresh_memory(&self, rank: usize) -> Option<Arc<Memory>> {
         let mut state = lock(&self.state);
         state.generations[rank] += 1;
         let (generation, epoch) = (state.generations[rank], state.epoch);
         drop(state);
         let device = &self.devices[rank];
-        Arc::new(Memory::new(
-            &self.config,
-            device,
-            &self.clock,
-            generation,
-            epoch,
-        ))
+        Memory::new(&self.config, device, &self.clock, generation, epoch).map(Arc::new)
     }
 
     pub(crate) fn start_coordinator(&self) {
         if let Some(rank) = self.local {
-            let memory = self.fresh_memory(rank);
+            let Some(memory) = self.fresh_memory(rank) else {
+                let at_ns = self.clock.now_ns() + START_AGAIN_NS;
+                return self.schedule(at_ns, Event::CoordinatorStarts);
+            };
             lock(&self.memories)[rank] = Some(memory);
         }
         let mut state = lock(&self.state);

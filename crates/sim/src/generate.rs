@@ -64,8 +64,9 @@ fn config(random: &mut Random) -> Config {
         local,
         pools,
         pages,
-        blocks: random.pick(&[1, 2, 4]),
+        blocks: random.pick(&[1, 2, 3, 4]),
         extents: random.pick(&[1, 1, 2, 4]),
+        zero: random.chance(25),
         max_run: random.pick(&[1, 2, 4, 8, 64]),
         reserve: (reserve_min, reserve_min + random.small(0, 4)),
         memory: match random.below(3) {

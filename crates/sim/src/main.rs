@@ -18,7 +18,7 @@ usage: kvcached-sim [arguments]
   --seeds N        how many seeds, 2000
   --first-seed S   the first of them, 1
   --seed S         this one alone
-  --steps M        steps of each script, 1500
+  --steps M        steps of each script, 5000
   --script FILE    replay this script instead
   --threads T      seeds at once, 2
   --print          print the script of the first seed, and do nothing
@@ -68,7 +68,7 @@ fn arguments(mut words: impl Iterator<Item = String>) -> Result<Arguments, Strin
     let mut found = Arguments {
         seeds: 2_000,
         first_seed: 1,
-        steps: 1_500,
+        steps: 5_000,
         script: None,
         threads: 2,
         print: false,
@@ -197,12 +197,14 @@ fn report(counts: &Counts, seeds: u64, seconds: f64) {
         restarts,
         resyncs,
         losses,
+        deadlocks,
         virtual_us,
     } = counts;
     let share = 100.0 * *troubled as f64 / (*transactions).max(1) as f64;
     println!("{seeds} seeds, {steps} steps, {transactions} transactions");
     println!("{troubled} of them met a fault ({share:.0} %)");
     println!("{crashes} crashes, {restarts} restarts, {resyncs} resyncs, {losses} losses told");
+    println!("{deadlocks} times only a new coordinator ended a want of memory");
     println!(
         "{:.1} s of virtual time in {seconds:.1} s: {:.0} transactions a second",
         *virtual_us as f64 / 1e6,

@@ -80,36 +80,38 @@ pub(crate) fn digest(geometry: &Geometry) -> GeometryDigest {
 }
 
 impl Memory {
-    /// A fresh process. All that was launched up to `epoch` has ended with the one before it.
+    /// A fresh process, unless the device has no memory for the zeros behind its cold pages. All
+    /// that was launched up to `epoch` has ended with the one before it.
     pub(crate) fn new(
         config: &Config,
         device: &Arc<Device>,
         clock: &Arc<Clock>,
         generation: u64,
         epoch: u64,
-    ) -> Self {
+    ) -> Option<Self> {
         let epochs = Arc::new(Epochs::new(Duration::ZERO));
-        let driver = SimDriver::new(device, clock, &epochs);
+        let driver = SimDriver::new(device, clock, &epochs, config.zero);
         driver.assume_done(epoch);
         if config.epochs == crate::script::EpochsKept::ByRanks {
             epochs.retire(Epoch(epoch));
         }
         let geometry = geometry(config);
-        let mappers: Vec<_> = (0..config.pools)
-            .map(|_| {
-                let mapper =
-                    LocalMapper::new(Arc::clone(&driver), geometry.clone(), Cold::Unbacked)
-                        .expect("addresses are plentiful");
-                Arc::new(mapper.with_epochs(Arc::clone(&epochs)))
-            })
-            .collect();
+        let cold = match config.zero {
+            true => Cold::Zero,
+            false => Cold::Unbacked,
+        };
+        let mut mappers = Vec::new();
+        for _ in 0..config.pools {
+            let mapper = LocalMapper::new(Arc::clone(&driver), geometry.clone(), cold).ok()?;
+            mappers.push(Arc::new(mapper.with_epochs(Arc::clone(&epochs))));
+        }
         let bases = mappers.iter().map(|mapper| mapper.tensor_bases()).collect();
-        Self {
+        Some(Self {
             generation,
             driver,
             mappers,
             bases,
-        }
+        })
     }
 
     /// The mapper of a pool, as whoever drives it is given it.

@@ -31,6 +31,8 @@ pub struct Config {
     pub blocks: u32,
     /// Extents of a page.
     pub extents: u32,
+    /// Do cold pages read as zero, instead of faulting?
+    pub zero: bool,
     /// Pages of the longest run.
     pub max_run: u32,
     /// Lower and upper bound of the reserve, in pages.
@@ -220,6 +222,7 @@ impl fmt::Display for Script {
             pages,
             blocks,
             extents,
+            zero,
             max_run,
             reserve: (reserve_min, reserve_max),
             memory,
@@ -228,7 +231,7 @@ impl fmt::Display for Script {
             orphan_us,
             delays,
         } = &self.config;
-        let local = u8::from(*local);
+        let (local, zero) = (u8::from(*local), u8::from(*zero));
         let epochs = match epochs {
             EpochsKept::ByRanks => "ranks",
             EpochsKept::ByCoordinator => "coordinator",
@@ -237,7 +240,7 @@ impl fmt::Display for Script {
         writeln!(
             f,
             "config ranks={ranks} stages={stages} local={local} pools={pools} pages={pages} \
-             blocks={blocks} extents={extents} max_run={max_run} reserve_min={reserve_min} \
+             blocks={blocks} extents={extents} zero={zero} max_run={max_run} reserve_min={reserve_min} \
              reserve_max={reserve_max} memory={memory} epochs={epochs} timeout={timeout_us} \
              orphan={orphan_us} delays={delays}"
         )?;
@@ -417,6 +420,7 @@ fn parse_config(rest: &str) -> Result<Config, String> {
         pages: fields.number("pages")?,
         blocks: fields.number("blocks")?,
         extents: fields.number("extents")?,
+        zero: fields.number::<u8>("zero")? != 0,
         max_run: fields.number("max_run")?,
         reserve: (fields.number("reserve_min")?, fields.number("reserve_max")?),
         memory: fields.number("memory")?,

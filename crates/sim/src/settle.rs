@@ -2,6 +2,7 @@
 
 use kvcached_mapper::{Health, PageId};
 
+use crate::device::GRANULE;
 use crate::engine::{Life, Op, Pool};
 use crate::report::Guarantee;
 use crate::script::{Process, Step};
@@ -33,6 +34,7 @@ impl World {
             if !mended && self.is_short_of_memory() {
                 // Two pools that each lack on one rank what the other has there. A fenced pool
                 // gives nothing back, so only a new coordinator ends it.
+                lock(&self.state).counts.deadlocks += 1;
                 let who = Process::Coordinator;
                 self.happen(Step::Die { who, for_us: 1_000 });
                 mended = self.go_on_until(REST_NS, |world| world.is_mended().is_ok());
@@ -164,6 +166,8 @@ impl World {
             }
             let pages: u64 = agreed.iter().map(|run| u64::from(run.count())).sum();
             bytes += pages * pool.geometry.bundle_bytes();
+            // And the zeros behind its cold pages.
+            bytes += u64::from(self.config.zero) * GRANULE;
         }
         for (rank, device) in self.devices.iter().enumerate() {
             if device.used() != bytes {

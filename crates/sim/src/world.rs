@@ -15,7 +15,7 @@ use kvcached_tp_ipc::{Answer, Endpoint, Operation, Place, RankAnswer, Topology};
 
 use crate::Sabotage;
 use crate::clock::Clock;
-use crate::device::Device;
+use crate::device::{Device, GRANULE};
 use crate::engine::{Life, Op};
 use crate::events::Event;
 use crate::fan::{Active, ActiveKind, Fan};
@@ -134,7 +134,8 @@ impl World {
             .local()
             .and_then(|local| places.iter().position(|place| *place == local));
         let bundle = geometry(&config).bundle_bytes();
-        let memory = u64::from(config.memory) * bundle;
+        let zeros = u64::from(config.pools) * u64::from(config.zero) * GRANULE;
+        let memory = u64::from(config.memory) * bundle + zeros;
         let ranks = places.len();
         let world = Arc::new_cyclic(|me| Self {
             me: Weak::clone(me),

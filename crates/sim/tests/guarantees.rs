@@ -8,8 +8,8 @@ use std::sync::{Mutex, PoisonError};
 
 use kvcached_sim::{Counts, Guarantee, Sabotage, Script, Violation, generate, run, shrink};
 
-const SEEDS: u64 = 400;
-const STEPS: usize = 1_000;
+const SEEDS: u64 = 600;
+const STEPS: usize = 1_200;
 
 #[derive(Debug, Default)]
 struct Found {
