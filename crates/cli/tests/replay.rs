@@ -54,6 +54,11 @@ fn report(arguments: &[&str]) -> Value {
         "{arguments:?}: {}",
         text(&output.stderr)
     );
+    assert!(
+        !text(&output.stderr).contains("ended badly"),
+        "every rank ends in good order: {}",
+        text(&output.stderr)
+    );
     nothing_is_left(folder.path());
     let json = fs::read(folder.path().join("out.json")).expect("written");
     serde_json::from_slice(&json).expect("JSON")
@@ -225,6 +230,10 @@ fn ranks_that_are_killed_and_stalled_cost_no_request_and_no_content() {
         assert!(recoveries <= count("kills") + count("stalls"));
         assert!(count("fenced") > 0.0, "coordinators meet them");
         assert!(count("requests_retried") > 0.0 && count("blocks_lost") > 0.0);
+        assert!(
+            count("losses") > 0.0 && count("losses") <= count("kills"),
+            "a stall loses nothing"
+        );
         assert!(count("retries") >= count("requests_retried"));
         assert!(count("recovery_ms/p50") <= count("recovery_ms/p99"));
         assert!(count("recovery_ms/p99") <= count("recovery_ms/max"));
@@ -395,7 +404,7 @@ fn a_runtime_folder_that_others_can_enter_is_refused() {
 }
 
 /// A replay by the clock, which goes on until something happens to it.
-fn endless(folder: &Path) -> Child {
+fn endless(folder: &Path, more: &[&str]) -> Child {
     let arguments = [
         "replay",
         "--time",
@@ -411,6 +420,7 @@ fn endless(folder: &Path) -> Child {
         // A rank that dies before the others are connected is waited for so long.
         .env("KVCACHED_READY_TIMEOUT", "5")
         .args(["--memory", "256MiB", "--max-requests", "5000"])
+        .args(more)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
@@ -470,7 +480,7 @@ fn end(mut child: Child) -> (Option<i32>, String) {
 fn ctrl_c_ends_every_process_and_leaves_nothing() {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         let folder = folder();
-        let child = endless(folder.path());
+        let child = endless(folder.path(), &[]);
         let ranks = ranks(&child);
         assert_eq!(ranks.len(), 3);
         let id = i32::try_from(child.id()).expect("a process id");
@@ -484,9 +494,27 @@ fn ctrl_c_ends_every_process_and_leaves_nothing() {
 }
 
 #[test]
+fn ctrl_c_while_a_rank_is_stalled_ends_every_process_and_leaves_nothing() {
+    let folder = folder();
+    let child = endless(folder.path(), &["--chaos", "1", "--chaos-every", "0.1"]);
+    let is_stopped = |id: &i32| {
+        let stat = fs::read_to_string(format!("/proc/{id}/stat"));
+        stat.is_ok_and(|stat| stat.contains(") T "))
+    };
+    eventually("a rank is stopped", || ranks(&child).iter().any(is_stopped));
+    let ranks = ranks(&child);
+    let id = i32::try_from(child.id()).expect("a process id");
+    kill(Pid::from_raw(id), Signal::SIGINT).expect("it runs");
+    let (status, said) = end(child);
+    assert_eq!(status, Some(130), "{said}");
+    assert!(!ranks.iter().any(|id| is_running(*id)), "a rank goes on");
+    nothing_is_left(folder.path());
+}
+
+#[test]
 fn a_dying_rank_ends_the_replay_with_its_name_and_leaves_nothing() {
     let folder = folder();
-    let child = endless(folder.path());
+    let child = endless(folder.path(), &[]);
     let ranks = ranks(&child);
     kill(Pid::from_raw(ranks[1]), Signal::SIGKILL).expect("it runs");
     let (status, said) = end(child);
@@ -499,7 +527,7 @@ fn a_dying_rank_ends_the_replay_with_its_name_and_leaves_nothing() {
 #[test]
 fn ranks_end_when_the_replay_is_killed_and_take_their_sockets_away() {
     let folder = folder();
-    let mut child = endless(folder.path());
+    let mut child = endless(folder.path(), &[]);
     let ranks = ranks(&child);
     let model = folder
         .path()

@@ -74,6 +74,8 @@ pub struct Faults {
     pub restarts: u32,
     /// How often a pool was fenced, whether by one of these faults or not.
     pub fenced: u32,
+    /// How often the content of a model was lost: with each kill, or with two at once.
+    pub losses: u32,
     /// Blocks that were dropped because their content was lost, once whatever the number of ranks.
     pub blocks_lost: u64,
     /// For each fault that fenced a pool or lost content, how long it took from the moment the rank
@@ -165,6 +167,7 @@ impl Faults {
         self.stalls += other.stalls;
         self.restarts += other.restarts;
         self.fenced += other.fenced;
+        self.losses += other.losses;
         self.blocks_lost += other.blocks_lost;
         self.recoveries.extend(other.recoveries);
         self.at.extend(other.at);

@@ -166,6 +166,8 @@ pub struct ChaosReport {
     pub restarts: u32,
     /// How often a pool was fenced.
     pub fenced: u32,
+    /// How often the content of a model was lost: by kills, and never by stalls.
+    pub losses: u32,
     /// Requests that were begun anew, once or more, because their content was lost.
     pub requests_retried: u32,
     /// How often requests were begun anew.
@@ -354,6 +356,7 @@ impl ChaosReport {
             stalls: faults.stalls,
             restarts: faults.restarts,
             fenced: faults.fenced,
+            losses: faults.losses,
             requests_retried: served.retried,
             retries: served.retries,
             blocks_lost: faults.blocks_lost,
@@ -370,15 +373,16 @@ impl ChaosReport {
     fn summary(&self) -> String {
         let recovery = &self.recovery_ms;
         format!(
-            "\nranks killed: {}, stalled: {}, restarted: {}; pools fenced: {}; requests retried: {} \
-             ({} times), blocks lost: {}; recovered within p50 {}, p99 {}, max {}",
+            "\nranks killed: {}, stalled: {}, restarted: {}; pools fenced: {}; contents lost: {} times, \
+             {} blocks; requests retried: {} ({} times); recovered within p50 {}, p99 {}, max {}",
             self.kills,
             self.stalls,
             self.restarts,
             self.fenced,
+            self.losses,
+            self.blocks_lost,
             self.requests_retried,
             self.retries,
-            self.blocks_lost,
             milliseconds(recovery.p50),
             milliseconds(recovery.p99),
             milliseconds(recovery.max),

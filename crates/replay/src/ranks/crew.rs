@@ -194,6 +194,18 @@ impl Crew {
         Ok(())
     }
 
+    /// Continues the ranks among `struck` that were stopped; the others are not brought back.
+    pub(crate) fn go_on(&self, struck: &[Struck]) {
+        for Struck { rank, kind, .. } in struck {
+            if let FaultKind::Stall(_) = kind {
+                self.members
+                    .iter()
+                    .filter(|member| member.rank == *rank)
+                    .for_each(Member::go_on);
+            }
+        }
+    }
+
     /// What each rank has mapped, by pool.
     pub(crate) fn mapped(&mut self) -> Result<Vec<(Rank, Vec<MappedSet>)>, CrewError> {
         let answers = self.ask(&Order::Mapped)?;

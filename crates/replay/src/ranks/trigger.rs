@@ -60,6 +60,11 @@ impl Trigger {
         }
     }
 
+    /// Nothing more happens.
+    pub(crate) fn disarm(&self) {
+        self.state().armed = None;
+    }
+
     /// Nobody was struck since somebody last asked.
     pub(crate) fn is_quiet(&self) -> bool {
         self.state().struck.is_empty()
@@ -237,6 +242,19 @@ mod tests {
         for victim in &mut victims {
             assert_eq!(victim.signal(), Some(Signal::SIGKILL as i32));
         }
+    }
+
+    #[test]
+    fn a_fault_that_is_called_off_does_not_happen() {
+        let trigger = Trigger::default();
+        let mut victim = Victim::new();
+        let moment = Moment::InBatch(Duration::ZERO);
+        trigger.arm(fault(1, moment), victim.process());
+        trigger.disarm();
+        trigger.during(|| ());
+        assert!(trigger.is_quiet());
+        let running = victim.0.try_wait().expect("a child");
+        assert_eq!(running, None);
     }
 
     #[test]

@@ -86,8 +86,10 @@ impl RankedCache {
         let faults = &mut turmoil.faults;
         let mended = mend(&mut self.crew, &self.scheduler, &struck).map_err(Broken::new)?;
         faults.fenced += u32::from(mended.was_fenced);
+        let was_lost = contents_lost(&self.scheduler) > lost_before;
+        faults.losses += u32::from(was_lost);
         // A stall that nobody noticed is nothing to recover from.
-        let was_harmed = mended.was_fenced || contents_lost(&self.scheduler) > lost_before;
+        let was_harmed = mended.was_fenced || was_lost;
         for Struck { kind, at, .. } in struck {
             match kind {
                 FaultKind::Kill => {
@@ -108,6 +110,17 @@ impl RankedCache {
     /// How often a repair found that a rank had lost what it held.
     pub(super) fn contents_lost(&self) -> u64 {
         contents_lost(&self.scheduler)
+    }
+}
+
+impl Drop for RankedCache {
+    fn drop(&mut self) {
+        if let Some(Turmoil { trigger, .. }) = &self.turmoil {
+            // What is given back from here on is the end, and no batch to be met.
+            trigger.disarm();
+            // A replay that ends early may leave ranks stopped; they are to end, too.
+            self.crew.go_on(&trigger.take());
+        }
     }
 }
 
