@@ -1,6 +1,8 @@
 //! A replay from beginning to end: the static split in bookkeeping, the elastic pool on real ranks,
 //! and the comparison.
 
+mod elastic;
+
 use std::fs;
 use std::iter::Peekable;
 use std::num::NonZeroU32;
@@ -17,15 +19,16 @@ use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, Sess
 use kvcached_vmm::{Budget, BudgetError};
 use thiserror::Error;
 
-use crate::chaos::{Fault, Schedule};
+use self::elastic::ElasticCache;
+use crate::chaos::Schedule;
 use crate::ranks::{
     AutonomousCache, Call, Checked, Crew, ModelPlan, OwnPool, PageTotals, PoolMessage, PoolPlan,
     RankedCache, Setup, Timed, open_pools, pool_id, pool_tag,
 };
 use crate::{
-    Assign, BlockId, Broken, CacheError, Chaos, CrewError, Device, Engine, Faults, FixedSplit,
-    KvCache, Latencies, Model, Outcome, Placement, PlacementError, Progress, RankError,
-    RankProgram, Return, ServedModel, Trace, Want,
+    Assign, Broken, Chaos, CrewError, Device, Engine, Faults, FixedSplit, KvCache, Latencies,
+    Model, Outcome, Placement, PlacementError, Progress, RankError, RankProgram, ServedModel,
+    Trace,
 };
 
 /// Everything that decides what a replay does.
@@ -540,111 +543,6 @@ fn elastic_caches(
         caches.push(ElasticCache::Led(Box::new(cache)));
     }
     Ok(caches)
-}
-
-/// A model's cache on real ranks, whoever decides.
-#[derive(Debug)]
-enum ElasticCache {
-    Led(Box<RankedCache>),
-    Autonomous(Box<AutonomousCache>),
-}
-
-impl ElasticCache {
-    fn cache(&self) -> &dyn KvCache {
-        match self {
-            Self::Led(cache) => &**cache,
-            Self::Autonomous(cache) => &**cache,
-        }
-    }
-
-    fn cache_mut(&mut self) -> &mut dyn KvCache {
-        match self {
-            Self::Led(cache) => &mut **cache,
-            Self::Autonomous(cache) => &mut **cache,
-        }
-    }
-
-    /// A fault befalls this model.
-    fn befall(&self, fault: Fault) {
-        match self {
-            Self::Led(cache) => cache.befall(fault),
-            // Nobody plans one: a rank that dies takes its scheduler with it.
-            Self::Autonomous(_) => {}
-        }
-    }
-
-    /// Adds what this model's ranks came to, and ends them.
-    fn conclude(self, comparison: &mut Comparison) -> Result<(), ReplayError> {
-        let divergent = match self {
-            Self::Led(mut cache) => {
-                cache
-                    .compare_ranks()
-                    .map_err(|source| ReplayError::Broken {
-                        done: comparison.elastic.total.completed,
-                        requests: comparison.elastic.total.requests,
-                        source,
-                    })?;
-                if let (Some(all), Some(mine)) = (&mut comparison.faults, cache.take_faults()) {
-                    all.add(mine);
-                }
-                comparison.pages.add(cache.page_totals());
-                comparison.calls.add(&cache.take_calls());
-                comparison.checked.merge(cache.checked().clone());
-                cache.divergent().len()
-            }
-            Self::Autonomous(mut cache) => {
-                let (finished, divergent) = cache.finish()?;
-                comparison.calls.add(&cache.take_calls());
-                if let Some(first) = finished.first() {
-                    comparison.pages.add(first.pages);
-                }
-                for rank in finished {
-                    comparison.checked.merge(rank.checked);
-                }
-                divergent
-            }
-        };
-        comparison.ranks_divergent += u32::try_from(divergent).unwrap_or(u32::MAX);
-        Ok(())
-    }
-}
-
-impl KvCache for ElasticCache {
-    fn alloc(&mut self, wants: &[Want], out: &mut Vec<BlockId>) -> Result<(), CacheError> {
-        self.cache_mut().alloc(wants, out)
-    }
-
-    fn free(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
-        self.cache_mut().free(returns)
-    }
-
-    fn losses(&mut self) -> Result<u64, Broken> {
-        self.cache_mut().losses()
-    }
-
-    fn drop_lost(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
-        self.cache_mut().drop_lost(returns)
-    }
-
-    fn fits(&self, blocks: &[u32]) -> bool {
-        self.cache().fits(blocks)
-    }
-
-    fn trim(&mut self) -> Result<(), Broken> {
-        self.cache_mut().trim()
-    }
-
-    fn step_end(&mut self) -> Result<(), Broken> {
-        self.cache_mut().step_end()
-    }
-
-    fn mapped_bytes(&self) -> u64 {
-        self.cache().mapped_bytes()
-    }
-
-    fn held_bytes(&self) -> u64 {
-        self.cache().held_bytes()
-    }
 }
 
 impl CallTimes {
