@@ -36,7 +36,7 @@ impl RankMapper for Nothing {
         Ok(())
     }
 
-    fn resync(&self, _: &[PageRun]) -> Result<Resynced, MapError> {
+    fn resync_after(&self, _: &[PageRun], _: After) -> Result<Resynced, MapError> {
         Ok(Resynced::default())
     }
 

@@ -53,7 +53,7 @@ pub(super) fn good() -> Vec<Vec<u8>> {
     let run = |first, count| PageRun::new(PageId(first), count).expect("a run");
     let (head, tail) = (run(0, 4), run(8, 2));
     let requests = [
-        (1, Verb::Resync(&[run(7, 1)])),
+        (1, Verb::Resync(&[run(7, 1)], After::DEVICE)),
         (2, Verb::Ready),
         (3, Verb::Headroom),
         (4, Verb::Map(&[head, tail])),
@@ -68,7 +68,7 @@ pub(super) fn good() -> Vec<Vec<u8>> {
         (11, Verb::Map(&[run(0, 1)])),
         (11, Verb::Map(&[run(0, 1)])),
         (11, Verb::Undo),
-        (12, Verb::Resync(&[tail, run(12, 1)])),
+        (12, Verb::Resync(&[tail, run(12, 1)], After::DEVICE)),
     ];
     payloads(|out| {
         push_hello(out, &hello(SESSION));
@@ -214,7 +214,7 @@ impl Worker {
         let session = SessionId(u64::MAX);
         for payload in payloads(|out| {
             push_hello(out, &hello(session));
-            push_request(out, session, u64::MAX, Verb::Resync(&[]));
+            push_request(out, session, u64::MAX, Verb::Resync(&[], After::DEVICE));
         }) {
             assert!(self.hear(Ok(&payload)), "the next coordinator is served");
         }

@@ -158,8 +158,8 @@ fn requests() -> Vec<Vec<u8>> {
         Verb::Prepare(&runs, After::epoch(Epoch(u64::MAX))),
         Verb::Commit,
         Verb::Undo,
-        Verb::Resync(&[]),
-        Verb::Resync(&runs),
+        Verb::Resync(&[], After::DEVICE),
+        Verb::Resync(&runs, After::DEVICE),
     ];
     let mut requests = payloads(|out| {
         for verb in verbs {

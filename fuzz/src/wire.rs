@@ -34,7 +34,7 @@ pub fn request(payload: &[u8]) {
         | Command::Resync { more: true, .. } => return,
         Command::Map { runs, .. } => Verb::Map(&runs.0),
         Command::Prepare { runs, after, .. } => Verb::Prepare(&runs.0, (*after).into()),
-        Command::Resync { runs, .. } => Verb::Resync(&runs.0),
+        Command::Resync { runs, after, .. } => Verb::Resync(&runs.0, (*after).into()),
         Command::Commit => Verb::Commit,
         Command::Undo => Verb::Undo,
         Command::Ready => Verb::Ready,

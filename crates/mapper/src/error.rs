@@ -149,7 +149,7 @@ pub enum Health {
     /// Of some rank it is not known what it has: it is not promised anything, and so nothing is
     /// begun at all until it has been resynchronised.
     Fenced {
-        /// These ranks, and why; never empty.
+        /// These ranks, and why, never none; then those that are in doubt only.
         ranks: Vec<Suspect>,
         /// Pages in doubt.
         pages: u32,

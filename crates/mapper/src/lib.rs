@@ -171,12 +171,21 @@ pub trait RankMapper: Mapper {
     fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError>;
 
     /// Makes `wanted` exactly the runs that are mapped, whatever was mapped, prepared or in doubt
-    /// before. What stays keeps its content; what goes, goes after [`After::DEVICE`].
+    /// before. What stays keeps its content; what goes, goes after [`After::DEVICE`] and what `after`
+    /// names.
     ///
     /// # Errors
     /// What stood in the way, such as memory for a run that is missing. Some of the work may be
     /// done; the next attempt does the rest.
-    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError>;
+    fn resync_after(&self, wanted: &[PageRun], after: After) -> Result<Resynced, MapError>;
+
+    /// The same after all that was launched so far.
+    ///
+    /// # Errors
+    /// As [`resync_after`](Self::resync_after).
+    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        self.resync_after(wanted, After::DEVICE)
+    }
 
     /// The mapped runs in order, exactly as they were mapped.
     fn mapped(&self) -> Vec<PageRun>;

@@ -274,14 +274,22 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
         failure.map_or(Ok(()), Err)
     }
 
-    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+    fn resync_after(&self, wanted: &[PageRun], after: After) -> Result<Resynced, MapError> {
+        let wanted_set: BTreeSet<PageRun> = wanted.iter().copied().collect();
+        let (empty, leaving) = {
+            let record = &self.pool().record;
+            record.check_set(wanted)?;
+            let leaving = record.mapped.iter().any(|run| !wanted_set.contains(&run));
+            (record.is_empty(), leaving)
+        };
         // Nothing mapped is nothing that work could touch.
-        if !self.pool().record.is_empty() {
+        if !empty {
             self.driver.synchronize()?;
         }
+        if let (true, Some(epoch)) = (leaving, after.epoch) {
+            self.epochs.wait(epoch)?;
+        }
         let mut pool = self.pool();
-        pool.record.check_set(wanted)?;
-        let wanted_set: BTreeSet<PageRun> = wanted.iter().copied().collect();
 
         let prepared: Vec<PageRun> = pool.record.prepared.iter().collect();
         for run in prepared {

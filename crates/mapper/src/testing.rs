@@ -463,7 +463,8 @@ impl RankMapper for RecordingMapper {
         outcome
     }
 
-    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+    fn resync_after(&self, wanted: &[PageRun], after: After) -> Result<Resynced, MapError> {
+        self.state().last_after = Some(after);
         self.call(Call::Resync, wanted, |state| state.resync(wanted))
     }
 

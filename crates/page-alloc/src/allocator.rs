@@ -267,7 +267,7 @@ impl PageAllocator {
     /// One bounded step towards a pool that keeps to its limit and has between
     /// [`Reserve::min`] and [`Reserve::max`] warm pages. Somebody calls this now and then, from a
     /// thread of its own; while [`Replenished::more`], at once again. Leaves runs whose epoch has not
-    /// retired where they are, and does nothing while a rank is fenced.
+    /// retired where they are, and maps nothing while a rank is fenced.
     ///
     /// # Errors
     /// What the mapper answered, except that it is full, which is in [`Replenished::full`]; or that a
@@ -282,9 +282,6 @@ impl PageAllocator {
         let (fenced, excess, warm) = self.with_books(|Books { table, fence, .. }| {
             (fence.is_some(), above(table), table.count(PageState::Warm))
         });
-        if fenced {
-            return Ok(Replenished::default());
-        }
         if excess > 0 {
             let step = self.unmap_step(Idle::Retired, above)?;
             if step.pages > 0 {
@@ -295,7 +292,7 @@ impl PageAllocator {
                 });
             }
         }
-        if warm < min {
+        if warm < min && !fenced {
             return self.grow_reserve();
         }
         Ok(Replenished::default())
@@ -307,8 +304,7 @@ impl PageAllocator {
     ///
     /// # Errors
     /// What the mapper answered; runs before that are unmapped, and show in
-    /// [`usage`](Self::usage). [`Cause::Diverged`](kvcached_mapper::Cause::Diverged), without a call
-    /// of the mapper, while that rank is fenced.
+    /// [`usage`](Self::usage).
     pub fn trim(&self) -> Result<u32, MapError> {
         // Pages freed by others meanwhile are not waited for, so this ends.
         let mut left = self.with_books(|books| books.table.count(PageState::Warm));
@@ -330,8 +326,7 @@ impl PageAllocator {
     /// Growth beyond it ends at once; what is in use above it stays until it is freed.
     ///
     /// A limit beyond the capacity is as good as the capacity. A limit of 0 lets nothing grow and
-    /// takes nothing away from anybody. What cannot be unmapped now, since a rank is fenced or work
-    /// is in flight, is left for a later [`free`](Self::free) or [`replenish`](Self::replenish).
+    /// takes nothing away from anybody. What cannot be unmapped now, since work is in flight, is left for a later [`free`](Self::free) or [`replenish`](Self::replenish).
     ///
     /// # Errors
     /// [`LimitError::BelowFloor`]; the limit in force stays.

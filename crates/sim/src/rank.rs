@@ -195,8 +195,8 @@ impl RankMapper for Hasty {
         self.0.abort_unmap(runs)
     }
 
-    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
-        self.0.resync(wanted)
+    fn resync_after(&self, wanted: &[PageRun], after: After) -> Result<Resynced, MapError> {
+        self.0.resync_after(wanted, after)
     }
 
     fn mapped(&self) -> Vec<PageRun> {

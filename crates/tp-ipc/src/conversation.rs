@@ -129,7 +129,7 @@ struct Batch {
 enum BatchKind {
     Map,
     Prepare(After),
-    Resync,
+    Resync(After),
 }
 
 /// A coordinator that was welcomed.
@@ -406,7 +406,7 @@ impl Partner {
             Command::Prepare { runs, after, more } => {
                 (BatchKind::Prepare(after.into()), runs, more)
             }
-            Command::Resync { runs, more } => (BatchKind::Resync, runs, more),
+            Command::Resync { runs, after, more } => (BatchKind::Resync(after.into()), runs, more),
             other if self.parts.is_some() => {
                 return Err(format!("{other:?} amid a batch"));
             }
@@ -446,7 +446,7 @@ impl Partner {
             return Ok(None);
         }
         match kind {
-            BatchKind::Resync => self.synced = true,
+            BatchKind::Resync(_) => self.synced = true,
             _ if !self.synced => return Err("a batch before the first resync".to_owned()),
             _ => {}
         }
@@ -463,8 +463,8 @@ impl PoolState {
                 _ => Err(format!("request {sequence} is there twice and differs")),
             };
         }
-        if batch.kind == BatchKind::Resync {
-            return Ok((sequence, self.resync(sequence, batch)));
+        if let BatchKind::Resync(after) = batch.kind {
+            return Ok((sequence, self.resync(sequence, batch, after)));
         }
         self.last.is_over()?;
         self.heard();
@@ -472,7 +472,7 @@ impl PoolState {
         let call = match batch.kind {
             BatchKind::Map => RankCall::Map(&batch.runs),
             BatchKind::Prepare(after) => RankCall::Prepare(&batch.runs, after),
-            BatchKind::Resync => unreachable!("a resynchronisation is no transaction"),
+            BatchKind::Resync(_) => unreachable!("a resynchronisation is no transaction"),
         };
         let answer = call.perform(mapper);
         let done = matches!(answer, RankAnswer::Batch(Ok(())));
@@ -498,10 +498,10 @@ impl PoolState {
     }
 
     /// Has exactly these runs mapped. There is no way back from it, and no need of one.
-    fn resync(&mut self, sequence: u64, batch: Batch) -> Reply {
+    fn resync(&mut self, sequence: u64, batch: Batch, after: After) -> Reply {
         let mapper = &*self.served.mapper;
         let before: BTreeSet<PageRun> = mapper.mapped().into_iter().collect();
-        let answer = mapper.resync(&batch.runs);
+        let answer = mapper.resync_after(&batch.runs, after);
         let mapped = mapper.mapped();
         match &answer {
             Ok(Resynced { remade, .. }) => self.untold.extend(remade),
@@ -511,7 +511,8 @@ impl PoolState {
                 self.untold.extend(fresh);
             }
         }
-        self.untold.retain(|run| batch.runs.contains(run));
+        let wanted: BTreeSet<PageRun> = batch.runs.iter().copied().collect();
+        self.untold.retain(|run| wanted.contains(run));
         let answer = answer.map(|Resynced { in_doubt, .. }| Resynced {
             remade: self.untold.iter().copied().collect(),
             in_doubt,
@@ -698,7 +699,7 @@ mod tests {
             Ok(())
         }
 
-        fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        fn resync_after(&self, wanted: &[PageRun], _: After) -> Result<Resynced, MapError> {
             self.called("resync", wanted);
             Ok(Resynced::default())
         }
@@ -782,7 +783,7 @@ mod tests {
             in_doubt: wire::Runs(Vec::new().into()),
         };
         assert_eq!(
-            told(&mut conversation, rank, 1, Verb::Resync(&[])),
+            told(&mut conversation, rank, 1, Verb::Resync(&[], After::DEVICE)),
             [resynced]
         );
         conversation
@@ -1012,7 +1013,7 @@ mod tests {
             Ok(())
         }
 
-        fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+        fn resync_after(&self, wanted: &[PageRun], _: After) -> Result<Resynced, MapError> {
             let room = self.room.lock().unwrap().remove(0);
             let mut mapped = self.mapped.lock().unwrap();
             let before = std::mem::take(&mut *mapped);
@@ -1049,7 +1050,12 @@ mod tests {
         let resync = |rank: &mut ServedRank, number| {
             // Nobody hears the reply: the connection ends, and there is another.
             let mut conversation = welcomed(rank, 5);
-            let replies = told(&mut conversation, rank, number, Verb::Resync(&wanted));
+            let replies = told(
+                &mut conversation,
+                rank,
+                number,
+                Verb::Resync(&wanted, After::DEVICE),
+            );
             (conversation, replies)
         };
         let remade = |remade| Reply::Resynced {
@@ -1110,7 +1116,7 @@ mod tests {
             (2, Verb::Undo),
             (3, prepare),
             (3, Verb::Commit),
-            (1, Verb::Resync(&[])),
+            (1, Verb::Resync(&[], After::DEVICE)),
         ] {
             assert_eq!(told(&mut it, &mut rank, number, verb), [], "{verb:?}");
         }

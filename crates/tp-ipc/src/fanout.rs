@@ -12,17 +12,19 @@
 //!
 //! The fan-out knows the runs that every rank must have: those *agreed* on. A rank that did not
 //! answer, broke the protocol, or turned out to have other runs does not count: it is *suspect*, and
-//! no batch is begun. It counts again once it was sent all agreed runs and its digest of what it
-//! has is right; every connection begins so. A prepared unmap that was decided is never taken back:
-//! a rank that does not confirm its commit is suspect, and gets there by being resynchronised.
+//! nothing is mapped. It counts again once it was sent all agreed runs and its digest of what it
+//! has is right; every connection begins so. Meanwhile an unmap goes on without it, since it only
+//! has the more to give up then; else two pools that are short of memory on each other's ranks
+//! would wait for ever. A prepared unmap that was decided is never taken back: a rank that does not
+//! confirm its commit is suspect, and gets there by being resynchronised.
 
 use std::collections::BTreeSet;
 use std::mem;
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
-    Cause, Health, MapError, NotReady, PageRun, PeerCause, Rank, Readiness, Reconciled, Resynced,
-    RunSet, Stage, Suspect,
+    After, Cause, Health, MapError, NotReady, PageRun, PeerCause, Rank, Readiness, Reconciled,
+    Resynced, RunSet, Stage, Suspect,
 };
 
 use crate::operation::Kind;
@@ -109,6 +111,8 @@ struct Work {
     local_did: bool,
     /// Number of the request to resynchronise.
     resync: u64,
+    /// What must have ended before a rank gives up what it is not to have.
+    resync_after: After,
     /// The gravest failure so far: broken before full, then by rank, the local one first.
     failure: Option<(bool, usize, Cause)>,
     uncertain: BTreeSet<PageRun>,
@@ -232,7 +236,7 @@ impl Fanout {
         let pages = u32::try_from(pages.len()).unwrap_or(u32::MAX);
         match (fenced.is_empty(), ranks.is_empty()) {
             (false, _) => Health::Fenced {
-                ranks: fenced,
+                ranks: fenced.into_iter().chain(ranks).collect(),
                 pages,
             },
             (true, false) => Health::Degraded { ranks, pages },
@@ -271,6 +275,7 @@ impl Fanout {
             deadline: now + timeout,
             local_did: false,
             resync: 0,
+            resync_after: After::DEVICE,
             failure: None,
             uncertain: BTreeSet::new(),
             missing: Vec::new(),
@@ -283,9 +288,11 @@ impl Fanout {
         if kind.joins() && !self.is_healthy() {
             self.prepare_resync();
         }
-        let skips_local = match &self.local {
-            None => true,
-            Some(local) => kind == Kind::Reconcile && !local.needs_resync(),
+        let skips_local = match (&self.local, kind) {
+            (None, _) => true,
+            (Some(local), Kind::Reconcile) => !local.needs_resync(),
+            (Some(local), Kind::Unmap(_)) => local.suspect.is_some(),
+            (Some(_), _) => false,
         };
         if skips_local {
             self.ask_peers(now);
@@ -317,7 +324,9 @@ impl Fanout {
                     (Phase::Local { .. }, Kind::Unmap(after)) => RankCall::Prepare(runs, after),
                     (Phase::Local { .. }, Kind::Ready) => RankCall::Ready,
                     (Phase::Local { .. }, Kind::Headroom) => RankCall::Headroom,
-                    (Phase::Local { .. }, Kind::Reconcile) => RankCall::Resync(&self.wanted),
+                    (Phase::Local { .. }, Kind::Reconcile) => {
+                        RankCall::Resync(&self.wanted, work.resync_after)
+                    }
                     (Phase::CommitLocal { .. }, _) => RankCall::Commit(runs),
                     (_, Kind::Map) => RankCall::Undo(runs),
                     (_, _) => RankCall::Abort(runs),
@@ -396,6 +405,7 @@ impl Fanout {
             (Phase::Local { .. }, RankAnswer::Resynced(Ok(Resynced { remade, in_doubt }))) => {
                 let doubted = mem::replace(&mut local.in_doubt, in_doubt.into_iter().collect());
                 local.suspect = None;
+                local.owed = After::NOTHING;
                 if is_loss(&remade, &doubted, &self.runs) {
                     self.lost.insert((local.stage, local.rank));
                 }
@@ -508,10 +518,10 @@ impl Fanout {
 
     /// Why there is no point in asking anybody.
     fn obstacle(&self, kind: Kind) -> Option<Cause> {
-        let suspect = self
-            .local
-            .as_ref()
-            .filter(|local| kind != Kind::Reconcile && local.suspect.is_some());
+        if let Kind::Unmap(_) | Kind::Reconcile = kind {
+            return None;
+        }
+        let suspect = self.local.as_ref().filter(|local| local.suspect.is_some());
         if let Some(&LocalRank { stage, rank, .. }) = suspect {
             return Some(Cause::Diverged { stage, rank });
         }
@@ -551,10 +561,14 @@ impl Fanout {
         self.wanted.clear();
         self.wanted.extend(self.agreed.iter());
         self.sequence += 1;
+        let local = self.local.iter().map(|local| local.owed);
+        let owed = local.chain(self.peers.iter().map(|peer| peer.owed));
         let work = self.work.as_mut().expect("an operation is under way");
         work.resync = self.sequence;
+        work.resync_after = owed.fold(After::DEVICE, After::join);
         self.resync_frames.clear();
-        let (session, verb) = (self.hello.session, Verb::Resync(&self.wanted));
+        let verb = Verb::Resync(&self.wanted, work.resync_after);
+        let session = self.hello.session;
         wire::push_request(&mut self.resync_frames, session, self.sequence, verb);
     }
 
@@ -632,8 +646,15 @@ impl Fanout {
                 self.runs.iter().for_each(|&run| self.agreed.insert(run));
                 self.conclude();
             }
-            Kind::Unmap(_) => {
+            Kind::Unmap(after) => {
                 self.runs.iter().for_each(|&run| self.agreed.remove(run));
+                // Who did not take part has it still, and gives it up when it comes back.
+                for peer in self.peers.iter_mut().filter(|peer| !peer.did) {
+                    peer.owed = peer.owed.join(after);
+                }
+                if let Some(local) = self.local.as_mut().filter(|_| !work.local_did) {
+                    local.owed = local.owed.join(after);
+                }
                 if work.local_did {
                     work.phase = Phase::CommitLocal { polled: false };
                 } else {
@@ -809,6 +830,7 @@ impl Fanout {
                 }
                 peer.link = Link::Up;
                 peer.joined = true;
+                peer.owed = After::NOTHING;
                 peer.turn = match work.kind {
                     Kind::Ready => Turn::Ask,
                     _ => Turn::Rest,

@@ -46,8 +46,8 @@ pub enum RankCall<'a> {
     Commit(&'a [PageRun]),
     /// [`RankMapper::abort_unmap`].
     Abort(&'a [PageRun]),
-    /// [`RankMapper::resync`].
-    Resync(&'a [PageRun]),
+    /// [`RankMapper::resync_after`].
+    Resync(&'a [PageRun], After),
     /// [`Mapper::ready`](kvcached_mapper::Mapper::ready).
     Ready,
     /// [`Mapper::headroom`](kvcached_mapper::Mapper::headroom).
@@ -90,7 +90,7 @@ impl RankCall<'_> {
                 RankAnswer::Batch(Ok(()))
             }
             Self::Abort(runs) => RankAnswer::Batch(mapper.abort_unmap(runs)),
-            Self::Resync(runs) => RankAnswer::Resynced(mapper.resync(runs)),
+            Self::Resync(runs, after) => RankAnswer::Resynced(mapper.resync_after(runs, after)),
             Self::Ready => RankAnswer::Ready(mapper.ready()),
             Self::Headroom => RankAnswer::Headroom(mapper.headroom()),
         }

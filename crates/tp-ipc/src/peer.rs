@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvcached_mapper::{Cause, Epoch, PageRun, PeerCause, Rank, Stage};
+use kvcached_mapper::{After, Cause, Epoch, PageRun, PeerCause, Rank, Stage};
 
 use crate::Endpoint;
 use crate::wire::{Failure, Hello};
@@ -23,6 +23,8 @@ pub(crate) struct Peer {
     pub(crate) did: bool,
     /// Runs of which the rank, alive and honest, does not know whether it has them.
     pub(crate) in_doubt: BTreeSet<PageRun>,
+    /// What must have ended on it before it gives up what the others gave up while it was away.
+    pub(crate) owed: After,
 }
 
 /// The rank in this process.
@@ -34,6 +36,8 @@ pub(crate) struct LocalRank {
     pub(crate) suspect: Option<String>,
     /// As for a [`Peer`].
     pub(crate) in_doubt: BTreeSet<PageRun>,
+    /// As for a [`Peer`].
+    pub(crate) owed: After,
 }
 
 /// What is known about a rank between operations.
@@ -81,6 +85,7 @@ impl Peer {
             asked: 0,
             did: false,
             in_doubt: BTreeSet::new(),
+            owed: After::NOTHING,
         }
     }
 
@@ -147,6 +152,7 @@ impl LocalRank {
             rank,
             suspect: None,
             in_doubt: BTreeSet::new(),
+            owed: After::NOTHING,
         }
     }
 

@@ -215,6 +215,8 @@ pub enum Command<'a> {
     Resync {
         /// The runs of this part.
         runs: Runs<'a>,
+        /// What must have ended before others go; of the last part.
+        after: Waits,
         /// Is it not the last part?
         more: bool,
     },
@@ -243,7 +245,7 @@ pub enum Verb<'a> {
     /// [`Command::Undo`].
     Undo,
     /// [`Command::Resync`].
-    Resync(&'a [PageRun]),
+    Resync(&'a [PageRun], After),
     /// [`Command::Ready`].
     Ready,
     /// [`Command::Headroom`].
@@ -474,9 +476,10 @@ pub fn push_request(out: &mut Vec<u8>, session: SessionId, sequence: u64, verb: 
                 push(Command::Prepare { runs, after, more });
             }
         }
-        Verb::Resync(runs) => {
+        Verb::Resync(runs, after) => {
+            let after = after.into();
             for (runs, more) in parts(runs) {
-                push(Command::Resync { runs, more });
+                push(Command::Resync { runs, after, more });
             }
         }
         Verb::Commit => push(Command::Commit),

@@ -154,7 +154,7 @@ impl RankMapper for Recorder {
         Ok(())
     }
 
-    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+    fn resync_after(&self, wanted: &[PageRun], _: After) -> Result<Resynced, MapError> {
         let mut mapped = self.mapped.lock().unwrap();
         let remade = wanted.iter().filter(|run| !mapped.contains(run));
         let remade = remade.copied().collect();

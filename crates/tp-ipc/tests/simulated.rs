@@ -344,7 +344,7 @@ impl RankMapper for Recorder {
         })
     }
 
-    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
+    fn resync_after(&self, wanted: &[PageRun], _: After) -> Result<Resynced, MapError> {
         self.called(Call::Resync, wanted);
         let mut state = self.state.lock().unwrap();
         let refusing = state.refusing.pop_front().flatten();

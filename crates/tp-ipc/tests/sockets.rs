@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use kvcached_mapper::{
-    Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Reconciled, Stage,
+    After, Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Reconciled, Stage,
 };
 use kvcached_tp_ipc::wire::{self, Refusal, Reply, Verb, WorkerMessage};
 use kvcached_tp_ipc::{
@@ -46,7 +46,7 @@ impl RawClient {
         let mut client = Self::connect(endpoint);
         client.write(&client.hello_frame());
         client.assert_welcome();
-        client.ask(1, Verb::Resync(&[]));
+        client.ask(1, Verb::Resync(&[], After::DEVICE));
         assert!(matches!(
             client.message(),
             WorkerMessage::Reply {
@@ -500,7 +500,7 @@ fn bytes_may_come_one_by_one() {
         client.write(&[byte]);
     }
     client.assert_welcome();
-    for byte in client.request(1, Verb::Resync(&[run(0, 1)])) {
+    for byte in client.request(1, Verb::Resync(&[run(0, 1)], After::DEVICE)) {
         client.write(&[byte]);
     }
     assert!(matches!(client.message(), WorkerMessage::Reply { .. }));

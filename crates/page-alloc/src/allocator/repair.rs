@@ -26,12 +26,20 @@ pub struct Repaired {
 impl PageAllocator {
     /// Has the mapper mend what is in doubt, and takes pages whose state is known again out of
     /// quarantine. One attempt, which may wait for other processes: who wants more calls again, best
-    /// from a thread of its own.
+    /// from a thread of its own. If a rank has no memory for what it must have, idle pages are given
+    /// up first, so that it needs less.
     ///
     /// # Errors
     /// The first place that could not be mended. Nothing was taken out of quarantine; the fence is
     /// as the mapper says by now.
     pub fn repair(&self) -> Result<Repaired, MapError> {
+        match self.try_repair() {
+            Err(error) if error.is_full() && self.trim()? > 0 => self.try_repair(),
+            result => result,
+        }
+    }
+
+    fn try_repair(&self) -> Result<Repaired, MapError> {
         let doubts: Vec<Doubt> = self.with_books(|books| {
             books.repairs += 1;
             books.table.quarantined().collect()

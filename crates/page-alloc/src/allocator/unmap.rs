@@ -1,6 +1,6 @@
 //! Memory goes back: runs whose epoch has retired first, and only what is idle as a whole.
 
-use kvcached_mapper::{Cause, MapError, Suspect};
+use kvcached_mapper::{Cause, MapError};
 
 use super::{Books, PageAllocator, STEP_RUNS, pages_in};
 use crate::runs::Idle;
@@ -24,20 +24,20 @@ pub(super) struct Unmapped {
 
 impl PageAllocator {
     /// Unmaps wholly idle runs of as many pages as `wanted` says, in one call. That work is in
-    /// flight is no failure: nothing was unmapped.
+    /// flight is no failure: nothing was unmapped. A fence is none in the way: a rank that is away
+    /// has only the less to have when it comes back, and memory that it lacks may be found so.
     ///
     /// # Errors
-    /// What the mapper answered otherwise; without a call, that a rank is fenced.
+    /// What the mapper answered otherwise.
     pub(super) fn unmap_step(
         &self,
         which: Idle,
         wanted: impl Fn(&PageTable) -> u32,
     ) -> Result<Unmapped, MapError> {
         let mut runs = Vec::new();
-        let after = self.with_books(|Books { table, fence, .. }| match fence {
-            Some(ranks) => Err(diverged(ranks)),
-            None => Ok(table.begin_unmap(wanted(table), STEP_RUNS, which, &mut runs)),
-        })?;
+        let after = self.with_books(|Books { table, .. }| {
+            table.begin_unmap(wanted(table), STEP_RUNS, which, &mut runs)
+        });
         if runs.is_empty() {
             return Ok(Unmapped::default());
         }
@@ -73,9 +73,7 @@ impl PageAllocator {
     /// Unmaps wholly idle runs until the limit is kept or there are none. For callers whose own work
     /// succeeded whatever becomes of it.
     pub(super) fn shrink_and_log(&self, insist: Insist) {
-        if let Err(error) = self.shrink(insist)
-            && !self.is_fenced()
-        {
+        if let Err(error) = self.shrink(insist) {
             tracing::warn!(%error, "idle pages above the limit were not unmapped");
         }
     }
@@ -88,12 +86,6 @@ impl PageAllocator {
         }
         Ok(())
     }
-}
-
-/// Nothing is given back while a rank is fenced, and nobody is to think so.
-fn diverged(ranks: &[Suspect]) -> MapError {
-    let Suspect { stage, rank, .. } = *ranks.first().expect("a fence names its ranks");
-    MapError::clean(Cause::Diverged { stage, rank })
 }
 
 /// Is this the normal answer that work may still touch the memory, with nothing in doubt?

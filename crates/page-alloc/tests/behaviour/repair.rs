@@ -130,31 +130,17 @@ fn nothing_is_handed_out_while_a_rank_is_fenced_not_even_what_is_warm() {
     assert_eq!(first, Err(AllocError::Fenced { ranks }));
     let done = pool.pages.replenish().expect("nothing is done");
     assert_eq!((done.mapped, done.unmapped, done.more), (0, 0, false));
-    let diverged = Cause::Diverged {
-        stage: Stage(0),
-        rank: Rank(1),
-    };
-    assert_eq!(pool.pages.trim(), Err(MapError::clean(diverged)));
     assert_eq!(pool.usage(), before);
-    // Pages come back, and limits are taken, but nothing is unmapped for them.
+    assert_eq!(pool.mapper.calls(), calls, "the mapper is left in peace");
+    // Memory goes back all the same: whoever is away has the less to have.
     pool.limit(1, 1);
     pool.free(&mine[2..]);
-    assert_eq!(pool.usage().warm, 6);
-    let excess_bytes = 5 * BUNDLE;
-    assert_eq!(
-        pool.pages.limit_status(),
-        LimitStatus::Deferred { excess_bytes }
-    );
-    assert_eq!(pool.mapper.calls(), calls, "the mapper is left in peace");
+    assert_eq!(pool.pages.limit_status(), LimitStatus::Applied);
+    assert_eq!(pool.mapper.calls().map, calls.map);
 
     pool.mapper.set_health(Health::Healthy);
     assert_eq!(repair(&pool).health, Health::Healthy);
     assert!(!pool.pages.is_fenced());
-    assert_eq!(
-        pool.pages.limit_status(),
-        LimitStatus::Applied,
-        "what was left is done"
-    );
     assert_eq!(pool.take(1).len(), 1);
     pool.assert_books_agree();
 }
@@ -266,4 +252,26 @@ fn a_doubt_that_somebody_else_settled_is_left_alone_even_if_the_run_is_in_doubt_
     assert_eq!(pool.pages.state(PageId(0)), Some(PageState::Quarantined));
     pool.assert_books_agree();
     assert_eq!(repair(&pool).cold, 4);
+}
+
+/// A rank that has no memory for what it must have needs less once idle pages are given up.
+#[test]
+fn a_repair_that_finds_a_rank_full_gives_idle_pages_up_and_tries_again() {
+    let pool = Pool::new(20);
+    let mine = pool.take(6);
+    let idle = pool.take(4);
+    pool.free(&idle);
+    let at = Some((Stage(0), Rank(1)));
+    let full = MapError::clean(Cause::OutOfMemory { at });
+    pool.mapper.fail_reconcile(Some(full.clone()));
+    let before = pool.mapper.calls();
+    assert_eq!(pool.pages.repair(), Err(full.clone()));
+    let calls = pool.mapper.calls();
+    assert_eq!(calls.reconcile - before.reconcile, 2);
+    assert_eq!((pool.usage().warm, pool.usage().used), (0, 6));
+    // With nothing left to give up it is tried once.
+    assert_eq!(pool.pages.repair(), Err(full));
+    assert_eq!(pool.mapper.calls().reconcile - calls.reconcile, 1);
+    pool.free(&mine);
+    pool.assert_books_agree();
 }

@@ -185,8 +185,8 @@ impl RankMapper for Local {
         self.measure(|| self.inner.abort_unmap(runs))
     }
 
-    fn resync(&self, wanted: &[PageRun]) -> Result<Resynced, MapError> {
-        self.inner.resync(wanted)
+    fn resync_after(&self, wanted: &[PageRun], after: After) -> Result<Resynced, MapError> {
+        self.inner.resync_after(wanted, after)
     }
 
     fn mapped(&self) -> Vec<PageRun> {
