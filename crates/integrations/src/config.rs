@@ -203,7 +203,7 @@ impl Config {
                 .parse("KVCACHED_IPC_TIMEOUT", seconds)?
                 .unwrap_or(Duration::from_secs(60)),
             orphan_timeout: settings
-                .parse("KVCACHED_ORPHAN_TIMEOUT", seconds)?
+                .parse("KVCACHED_ORPHAN_TIMEOUT", long_seconds)?
                 .unwrap_or(Duration::from_secs(30)),
             retire_timeout: settings
                 .parse("KVCACHED_RETIRE_TIMEOUT", seconds)?
@@ -412,6 +412,11 @@ fn seconds(word: &str) -> Option<Duration> {
     from_str::<f64>(word)
         .filter(|seconds| (0.001..=86_400.0).contains(seconds))
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+}
+
+/// The same, but long against the pauses between two attempts to come back.
+fn long_seconds(word: &str) -> Option<Duration> {
+    seconds(word).filter(|&timeout| timeout >= Duration::from_secs(1))
 }
 
 impl FromStr for Device {

@@ -120,7 +120,7 @@ fn a_bad_value_is_named_with_what_is_allowed() {
             "KVCACHED_IPC_TIMEOUT",
             &["0", "-1", "nan", "inf", "1e300", "1s", "0.0001"],
         ),
-        ("KVCACHED_ORPHAN_TIMEOUT", &["0", "never"]),
+        ("KVCACHED_ORPHAN_TIMEOUT", &["0", "0.5", "never"]),
         ("KVCACHED_RETIRE_TIMEOUT", &["0", "never"]),
         ("KVCACHED_READY_TIMEOUT", &["0", "never"]),
         (

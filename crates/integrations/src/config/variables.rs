@@ -30,7 +30,7 @@ pub struct Variable {
 /// | `KVCACHED_MAX_RUN_PAGES` | 1 to 64, and not together with KVCACHED_MAX_RUN_BYTES | what KVCACHED_MAX_RUN_BYTES comes to |
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
 /// | `KVCACHED_IPC_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
-/// | `KVCACHED_ORPHAN_TIMEOUT` | a number of seconds from 0.001 to 86400 | 30 |
+/// | `KVCACHED_ORPHAN_TIMEOUT` | a number of seconds from 1 to 86400 | 30 |
 /// | `KVCACHED_RETIRE_TIMEOUT` | a number of seconds from 0.001 to 86400 | 1 |
 /// | `KVCACHED_READY_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
 /// | `KVCACHED_DEVICE` | host, cuda or cuda:N | cuda |
@@ -100,13 +100,15 @@ pub const VARIABLES: &[Variable] = &[
         name: "KVCACHED_IPC_TIMEOUT",
         allowed: "a number of seconds from 0.001 to 86400",
         default: "60",
-        meaning: "how long to wait for another rank's answer",
+        meaning: "how long to wait for another rank's answer; longer than it takes to map or unmap \
+                  the longest batch there, or the rank is given up each time",
     },
     Variable {
         name: "KVCACHED_ORPHAN_TIMEOUT",
-        allowed: "a number of seconds from 0.001 to 86400",
+        allowed: "a number of seconds from 1 to 86400",
         default: "30",
-        meaning: "how long a worker keeps its memory after its coordinator is gone",
+        meaning: "how long a worker keeps its memory after its coordinator is gone; a coordinator \
+                  that lost it tries to come back at least four times a second",
     },
     Variable {
         name: "KVCACHED_RETIRE_TIMEOUT",
