@@ -403,12 +403,25 @@ impl Fanout {
             }
             (Phase::Local { .. }, RankAnswer::Headroom(pages)) => work.headroom = pages,
             (Phase::Local { .. }, RankAnswer::Resynced(Ok(Resynced { remade, in_doubt }))) => {
-                let doubted = mem::replace(&mut local.in_doubt, in_doubt.into_iter().collect());
-                local.suspect = None;
+                local.in_doubt = in_doubt.into_iter().collect();
                 local.owed = After::NOTHING;
-                if is_loss(&remade, &doubted, &self.runs) {
+                if relied_on(&remade, &self.runs).is_some() {
                     self.lost.insert((local.stage, local.rank));
                 }
+                let wanted = self
+                    .wanted
+                    .iter()
+                    .filter(|run| overlaps(&local.in_doubt, **run));
+                local.suspect = relied_on(wanted, &self.runs).map(|run| {
+                    work.blame(
+                        0,
+                        Cause::Diverged {
+                            stage: local.stage,
+                            rank: local.rank,
+                        },
+                    );
+                    format!("{run} is in doubt")
+                });
             }
             (Phase::Local { .. }, RankAnswer::Resynced(Err(error))) => {
                 local.suspect = Some(error.to_string());
@@ -824,9 +837,30 @@ impl Fanout {
                     let reason = "it has other runs than it was told to have".to_owned();
                     return self.lose(index, PeerCause::Protocol { reason });
                 }
-                let doubted = mem::replace(&mut peer.in_doubt, in_doubt);
-                if is_loss(&remade.of(&self.wanted), &doubted, &self.runs) {
+                peer.in_doubt = in_doubt;
+                if relied_on(&remade.of(&self.wanted), &self.runs).is_some() {
                     self.lost.insert((peer.stage, peer.rank));
+                }
+                let wanted = self
+                    .wanted
+                    .iter()
+                    .filter(|run| overlaps(&peer.in_doubt, **run));
+                if let Some(run) = relied_on(wanted, &self.runs) {
+                    // It may have any other run in doubt and count, but not one in use.
+                    let reason = format!("{run} is in doubt");
+                    let cause = peer.failure(
+                        "resynchronise",
+                        PeerCause::Refused {
+                            reason: reason.clone(),
+                        },
+                    );
+                    peer.link = Link::Away(reason.clone());
+                    peer.turn = Turn::Rest;
+                    match work.kind {
+                        Kind::Ready => self.miss(index, reason),
+                        _ => work.blame(index.0 + 1, cause),
+                    }
+                    return;
                 }
                 peer.link = Link::Up;
                 peer.joined = true;
@@ -993,10 +1027,12 @@ fn overlaps(runs: &BTreeSet<PageRun>, run: PageRun) -> bool {
     runs.iter().any(|other| other.overlaps(run))
 }
 
-/// Did a rank lose content that somebody may rely on? What was in doubt, or is asked about for
-/// having been, nobody does.
-fn is_loss(remade: &[PageRun], doubted: &BTreeSet<PageRun>, asked: &[PageRun]) -> bool {
-    let relied_on =
-        |run: &PageRun| !overlaps(doubted, *run) && !asked.iter().any(|other| other.overlaps(*run));
-    remade.iter().any(relied_on)
+/// One of `runs` that somebody may rely on. On those that are asked about, for having been in doubt,
+/// nobody does.
+fn relied_on<'a>(
+    runs: impl IntoIterator<Item = &'a PageRun>,
+    asked: &[PageRun],
+) -> Option<PageRun> {
+    let mut runs = runs.into_iter().copied();
+    runs.find(|run| !asked.iter().any(|other| other.overlaps(*run)))
 }

@@ -489,6 +489,46 @@ fn a_rank_that_was_replaced_is_told_to_have_lost_its_content() {
     assert_eq!(reconcile(&mut engine, &[]), Reconciled::default());
 }
 
+/// In doubt it may be about runs that nobody uses, and no others: an engine goes on with those.
+#[test]
+fn a_rank_that_has_a_run_in_use_in_doubt_does_not_count() {
+    for place in [0, 1] {
+        let mut engine = three_ranks();
+        batch(&mut engine, false, &runs(0b11), &Faults::default()).unwrap();
+        let (at, mapper) = engine.mappers().remove(place);
+        match place {
+            // The local rank is asked only if it is in doubt already.
+            0 => {
+                let faults = Faults {
+                    local: Some(Refusing::Doubt { done: true }),
+                    ..Faults::default()
+                };
+                batch(&mut engine, false, &runs(0b100), &faults).unwrap_err();
+            }
+            _ => engine.cut(place - 1),
+        }
+        mapper.doubt_on_resync(runs(0b1));
+        let answer = engine.perform(Operation::Reconcile(&[]), &Faults::default());
+        assert!(matches!(answer, Answer::Reconciled(Err(_))), "{answer:?}");
+        assert_eq!(engine.suspects(), [at]);
+        // It lost what it had there, whenever it has it again.
+        assert_eq!(reconcile(&mut engine, &[]).lost, [at]);
+        assert_eq!(engine.health(), Health::Healthy);
+        assert_eq!(mapped(&engine), vec![runs(0b11); 3]);
+    }
+    let mut engine = three_ranks();
+    batch(&mut engine, false, &runs(0b11), &Faults::default()).unwrap();
+    let (at, mapper) = engine.mappers().remove(1);
+    engine.cut(0);
+    mapper.doubt_on_resync(runs(0b1));
+    // Who asks about a run keeps it from everybody.
+    assert_eq!(
+        reconcile(&mut engine, &runs(0b1)).mapped,
+        Vec::<PageRun>::new()
+    );
+    assert_eq!(degraded(&engine), [at]);
+}
+
 /// What a rank claims to have is not believed: its digest must be right.
 #[test]
 fn a_rank_that_has_other_runs_than_it_was_told_stays_suspect() {

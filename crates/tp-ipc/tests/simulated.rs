@@ -122,6 +122,7 @@ struct State {
     mapped: BTreeSet<PageRun>,
     prepared: BTreeSet<PageRun>,
     forgets: bool,
+    doubts: Vec<PageRun>,
     refusing: VecDeque<Option<Refusing>>,
     says: Says,
     headroom: Option<u32>,
@@ -184,6 +185,7 @@ impl Recorder {
             mapped: BTreeSet::new(),
             prepared: BTreeSet::new(),
             forgets: false,
+            doubts: Vec::new(),
             refusing: VecDeque::new(),
             says: Says::Ready,
             headroom: Some(100),
@@ -205,6 +207,11 @@ impl Recorder {
 
     pub(crate) fn set_headroom(&self, headroom: Option<u32>) {
         self.state.lock().unwrap().headroom = headroom;
+    }
+
+    /// The next resynchronisation leaves these in doubt.
+    pub(crate) fn doubt_on_resync(&self, runs: Vec<PageRun>) {
+        self.state.lock().unwrap().doubts = runs;
     }
 
     /// The next resynchronisation leaves out the first run, and nobody says so.
@@ -352,13 +359,14 @@ impl RankMapper for Recorder {
         let had = std::mem::take(&mut state.mapped);
         let prepared = std::mem::take(&mut state.prepared);
         let skipped = usize::from(std::mem::take(&mut state.forgets));
-        state.mapped = wanted.iter().copied().skip(skipped).collect();
-        let remade = wanted.iter().copied();
+        let in_doubt = std::mem::take(&mut state.doubts);
+        let known = wanted.iter().copied().filter(|run| !in_doubt.contains(run));
+        state.mapped = known.clone().skip(skipped).collect();
         Ok(Resynced {
-            remade: remade
+            remade: known
                 .filter(|run| !had.contains(run) && !prepared.contains(run))
                 .collect(),
-            in_doubt: Vec::new(),
+            in_doubt,
         })
     }
 
@@ -443,6 +451,7 @@ impl Engine {
             mapped: BTreeSet::new(),
             prepared: BTreeSet::new(),
             forgets: false,
+            doubts: Vec::new(),
             refusing: VecDeque::new(),
             says: Says::Ready,
             headroom: Some(100),
