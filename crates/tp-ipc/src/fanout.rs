@@ -995,8 +995,10 @@ impl Fanout {
                 _ => {}
             },
             Kind::Ready => {
-                if let PeerCause::Protocol { .. } = cause {
-                    let error = MapError::clean(peer.failure("become ready", cause));
+                if let PeerCause::Protocol { reason } = cause {
+                    let reason = format!("{}: {reason}", peer.endpoint);
+                    let cause = peer.failure("become ready", PeerCause::Protocol { reason });
+                    let error = MapError::clean(cause);
                     self.finish(Answer::Ready(Err(error)));
                 } else {
                     self.miss(index, cause.to_string());
