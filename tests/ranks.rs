@@ -21,6 +21,9 @@ pub(crate) const POOL: PoolId = PoolId(0);
 /// Blocks of a page: four layers of K and V, 256 KiB each, are 2 MiB.
 pub(crate) const CAPACITY_BYTES: u64 = 256 << 20;
 
+/// How long the scheduler of such an engine waits for its ranks.
+pub(crate) const READY_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// A folder for the sockets of one test, closed to everybody else.
 pub(crate) fn folder() -> TempDir {
     let closed = Permissions::from_mode(0o700);
@@ -182,7 +185,7 @@ pub(crate) fn scheduler<D: Driver>(
             policy: PoolPolicy::default(),
         }],
         max_run: MaxRun::Bytes(32 << 20),
-        ready_timeout: Duration::from_secs(2),
+        ready_timeout: READY_TIMEOUT,
         granularity: 2 << 20,
         background: Background::Off,
     };

@@ -2,5 +2,10 @@
 
 #[path = "../ranks.rs"]
 mod ranks;
+#[path = "../strike.rs"]
+mod strike;
 
+mod crew;
+mod impostors;
 mod processes;
+mod strikes;

@@ -166,8 +166,8 @@ fn a_killed_rank_is_named_and_its_pages_are_not_used_again() {
     // What is in use stays in use, and freeing it is not lost.
     pool.free(&held).expect("handed out before");
     assert!(
-        matches!(pool.alloc(64), Err(AllocError::Broken(_))),
-        "still broken, and at once"
+        matches!(pool.alloc(64), Err(AllocError::Fenced { .. })),
+        "nothing is begun any more"
     );
     // A process of the same name finds the dead one's socket and replaces it.
     drop(scheduler);
