@@ -18,21 +18,22 @@
 //! would wait for ever. A prepared unmap that was decided is never taken back: a rank that does not
 //! confirm its commit is suspect, and gets there by being resynchronised.
 
+mod phases;
+mod replies;
+
 use std::collections::BTreeSet;
 use std::mem;
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
-    After, Cause, Health, MapError, NotReady, PageRun, PeerCause, Rank, Readiness, Reconciled,
-    Resynced, RunSet, Stage, Suspect,
+    After, Cause, Health, NotReady, PageRun, PeerCause, Rank, Readiness, Resynced, RunSet, Stage,
+    Suspect,
 };
 
 use crate::operation::Kind;
 use crate::peer::{Link, LocalRank, Peer, Turn};
-use crate::wire::{
-    self, Failure, Hello, Refusal, Reply, Runs, RunsDigest, Verb, WireError, WorkerMessage,
-};
-use crate::{Answer, Endpoint, Operation, PROTOCOL_VERSION, RankAnswer, RankCall, Topology};
+use crate::wire::{self, Hello};
+use crate::{Answer, Endpoint, Operation, RankAnswer, RankCall, Topology};
 
 /// A remote rank, by its position in the fan-out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -405,23 +406,15 @@ impl Fanout {
             (Phase::Local { .. }, RankAnswer::Resynced(Ok(Resynced { remade, in_doubt }))) => {
                 local.in_doubt = in_doubt.into_iter().collect();
                 local.owed = After::NOTHING;
+                let (stage, rank) = (local.stage, local.rank);
                 if relied_on(&remade, &self.runs).is_some() {
-                    self.lost.insert((local.stage, local.rank));
+                    self.lost.insert((stage, rank));
                 }
-                let wanted = self
-                    .wanted
-                    .iter()
-                    .filter(|run| overlaps(&local.in_doubt, **run));
-                local.suspect = relied_on(wanted, &self.runs).map(|run| {
-                    work.blame(
-                        0,
-                        Cause::Diverged {
-                            stage: local.stage,
-                            rank: local.rank,
-                        },
-                    );
-                    format!("{run} is in doubt")
-                });
+                local.suspect = None;
+                if let Some(run) = in_use_in_doubt(&self.wanted, &local.in_doubt, &self.runs) {
+                    local.suspect = Some(format!("{run} is in doubt"));
+                    work.blame(0, Cause::Diverged { stage, rank });
+                }
             }
             (Phase::Local { .. }, RankAnswer::Resynced(Err(error))) => {
                 local.suspect = Some(error.to_string());
@@ -514,503 +507,6 @@ impl Fanout {
         }
         self.settle(now);
     }
-
-    /// The answer that needs nobody, if there is one.
-    fn foregone(&mut self, kind: Kind) -> Option<Answer> {
-        match kind {
-            Kind::Map | Kind::Unmap(_) if self.runs.is_empty() => Some(Answer::Batch(Ok(()))),
-            Kind::Map | Kind::Unmap(_) => {
-                let cause = self.obstacle(kind).or_else(|| self.mistake(kind))?;
-                Some(kind.refused(cause))
-            }
-            Kind::Ready | Kind::Headroom => self.obstacle(kind).map(|cause| kind.refused(cause)),
-            Kind::Reconcile if self.is_healthy() => Some(Answer::Reconciled(Ok(self.tell()))),
-            Kind::Reconcile => None,
-        }
-    }
-
-    /// Why there is no point in asking anybody.
-    fn obstacle(&self, kind: Kind) -> Option<Cause> {
-        if let Kind::Unmap(_) | Kind::Reconcile = kind {
-            return None;
-        }
-        let suspect = self.local.as_ref().filter(|local| local.suspect.is_some());
-        if let Some(&LocalRank { stage, rank, .. }) = suspect {
-            return Some(Cause::Diverged { stage, rank });
-        }
-        if kind.joins() {
-            return None;
-        }
-        self.peers
-            .iter()
-            .find_map(|peer| peer.obstacle(kind.name()))
-    }
-
-    /// Why the batch under way contradicts what is agreed on, if it does.
-    fn mistake(&self, kind: Kind) -> Option<Cause> {
-        let local = self.local.iter().map(|local| &local.in_doubt);
-        let in_doubt: Vec<_> = local
-            .chain(self.peers.iter().map(|peer| &peer.in_doubt))
-            .filter(|runs| !runs.is_empty())
-            .collect();
-        self.runs.iter().find_map(|&run| {
-            let found = match kind {
-                _ if in_doubt.iter().any(|runs| overlaps(runs, run)) => {
-                    "it is in doubt on some rank, at least in part"
-                }
-                Kind::Map if self.agreed.overlapping(run).is_some() => {
-                    "it is mapped already, at least in part"
-                }
-                Kind::Unmap(_) if !self.agreed.contains(run) => "it was not mapped so",
-                _ => return None,
-            };
-            let call = kind.name();
-            Some(Cause::State { call, run, found })
-        })
-    }
-
-    /// Somebody is to be told all agreed runs.
-    fn prepare_resync(&mut self) {
-        self.wanted.clear();
-        self.wanted.extend(self.agreed.iter());
-        self.sequence += 1;
-        let local = self.local.iter().map(|local| local.owed);
-        let owed = local.chain(self.peers.iter().map(|peer| peer.owed));
-        let work = self.work.as_mut().expect("an operation is under way");
-        work.resync = self.sequence;
-        work.resync_after = owed.fold(After::DEVICE, After::join);
-        self.resync_frames.clear();
-        let verb = Verb::Resync(&self.wanted, work.resync_after);
-        let session = self.hello.session;
-        wire::push_request(&mut self.resync_frames, session, self.sequence, verb);
-    }
-
-    /// The local rank, if there is one, has done its part: now all others at once.
-    fn ask_peers(&mut self, now: Instant) {
-        let work = self.work.as_mut().expect("an operation is under way");
-        work.phase = Phase::Remote;
-        let kind = work.kind;
-        let verb = match kind {
-            Kind::Map => Verb::Map(&self.runs),
-            Kind::Unmap(after) => Verb::Prepare(&self.runs, after),
-            Kind::Ready => Verb::Ready,
-            Kind::Headroom => Verb::Headroom,
-            Kind::Reconcile => return self.address(now, |_| Turn::Resync),
-        };
-        self.sequence += 1;
-        self.frames.clear();
-        wire::push_request(&mut self.frames, self.hello.session, self.sequence, verb);
-        // A connection may have ended meanwhile. Then nobody is asked, and local is undone.
-        match self.obstacle(kind) {
-            Some(cause) if kind.is_batch() => {
-                let work = self.work.as_mut().expect("an operation is under way");
-                work.blame(0, cause);
-                self.settle(now);
-            }
-            Some(cause) => self.finish(kind.refused(cause)),
-            None => self.address(now, |_| Turn::Ask),
-        }
-    }
-
-    /// Gives every peer the turn that `turn` names, if it counts; others are joined first, where
-    /// the operation does that.
-    fn address(&mut self, now: Instant, turn: impl Fn(&Peer) -> Turn) {
-        let work = self.work.as_mut().expect("an operation is under way");
-        work.deadline = now + work.timeout;
-        for peer in &mut self.peers {
-            peer.turn = match peer.link {
-                Link::Up => turn(peer),
-                Link::Away(_) if work.kind.joins() => Turn::Connect,
-                Link::Away(_) => Turn::Rest,
-            };
-            if peer.turn == Turn::Resync && !peer.needs_resync() {
-                peer.turn = Turn::Rest;
-            }
-        }
-        self.settle(now);
-    }
-
-    /// Goes on once no rank is waited for.
-    fn settle(&mut self, now: Instant) {
-        let Some(work) = &mut self.work else { return };
-        if self.peers.iter().any(|peer| peer.turn != Turn::Rest) {
-            return;
-        }
-        let failed = work.kind.is_batch() && work.failure.is_some();
-        match work.phase {
-            Phase::Remote if failed && work.local_did => {
-                work.phase = Phase::UndoLocal { polled: false };
-            }
-            Phase::Remote if failed => self.undo_peers(now),
-            Phase::Remote => self.decide(now),
-            Phase::UndoRemote | Phase::CommitRemote => self.conclude(),
-            Phase::Local { .. }
-            | Phase::UndoLocal { .. }
-            | Phase::CommitLocal { .. }
-            | Phase::Over(_) => {}
-        }
-    }
-
-    /// Every rank has done its part.
-    fn decide(&mut self, now: Instant) {
-        let work = self.work.as_mut().expect("an operation is under way");
-        match work.kind {
-            Kind::Map => {
-                self.runs.iter().for_each(|&run| self.agreed.insert(run));
-                self.conclude();
-            }
-            Kind::Unmap(after) => {
-                self.runs.iter().for_each(|&run| self.agreed.remove(run));
-                // Who did not take part has it still, and gives it up when it comes back.
-                for peer in self.peers.iter_mut().filter(|peer| !peer.did) {
-                    peer.owed = peer.owed.join(after);
-                }
-                if let Some(local) = self.local.as_mut().filter(|_| !work.local_did) {
-                    local.owed = local.owed.join(after);
-                }
-                if work.local_did {
-                    work.phase = Phase::CommitLocal { polled: false };
-                } else {
-                    self.commit_peers(now);
-                }
-            }
-            Kind::Ready | Kind::Headroom | Kind::Reconcile => self.conclude(),
-        }
-    }
-
-    /// Undoes the batch on exactly the remote ranks that did it.
-    fn undo_peers(&mut self, now: Instant) {
-        let work = self.work.as_mut().expect("an operation is under way");
-        work.phase = Phase::UndoRemote;
-        let gone = |peer: &Peer| peer.did && peer.link != Link::Up;
-        if self.peers.iter().any(gone) {
-            // Done, and gone since: it cannot be told any more.
-            work.uncertain.extend(&self.runs);
-        }
-        self.go_on(Verb::Undo, now);
-    }
-
-    fn commit_peers(&mut self, now: Instant) {
-        let work = self.work.as_mut().expect("an operation is under way");
-        work.phase = Phase::CommitRemote;
-        self.go_on(Verb::Commit, now);
-    }
-
-    /// Goes on with the transaction on the ranks that did its first part.
-    fn go_on(&mut self, verb: Verb<'_>, now: Instant) {
-        self.frames.clear();
-        wire::push_request(&mut self.frames, self.hello.session, self.sequence, verb);
-        self.address(now, |peer| match peer.did {
-            true => Turn::Ask,
-            false => Turn::Rest,
-        });
-    }
-
-    fn conclude(&mut self) {
-        let work = self.work.as_mut().expect("an operation is under way");
-        let failure = work.failure.take().map(|(_, _, cause)| MapError {
-            cause,
-            uncertain: mem::take(&mut work.uncertain).into_iter().collect(),
-        });
-        let answer = match (work.kind, failure) {
-            (kind, Some(error)) => kind.failed(error),
-            (Kind::Map | Kind::Unmap(_), None) => Answer::Batch(Ok(())),
-            (Kind::Ready, None) if work.missing.is_empty() => Answer::Ready(Ok(Readiness::Ready)),
-            (Kind::Ready, None) => {
-                let mut missing = mem::take(&mut work.missing);
-                missing.sort_by_key(|missing| (missing.stage, missing.rank));
-                Answer::Ready(Ok(Readiness::NotReady(missing)))
-            }
-            (Kind::Headroom, None) if work.headroom_unknown => Answer::Headroom(None),
-            (Kind::Headroom, None) => Answer::Headroom(work.headroom),
-            (Kind::Reconcile, None) => Answer::Reconciled(Ok(self.tell())),
-        };
-        self.finish(answer);
-    }
-
-    /// Ends the operation, whoever has not answered yet.
-    fn finish(&mut self, answer: Answer) {
-        for peer in &mut self.peers {
-            peer.turn = Turn::Rest;
-        }
-        let work = self.work.as_mut().expect("an operation is under way");
-        work.phase = Phase::Over(answer);
-    }
-
-    /// What is true of the runs that were asked about, now that every rank counts.
-    fn tell(&mut self) -> Reconciled {
-        let local = self.local.iter().map(|local| &local.in_doubt);
-        let in_doubt: Vec<_> = local
-            .chain(self.peers.iter().map(|peer| &peer.in_doubt))
-            .filter(|runs| !runs.is_empty())
-            .collect();
-        let known = |run: &&PageRun| !in_doubt.iter().any(|runs| overlaps(runs, **run));
-        let (mapped, cold) = self
-            .runs
-            .iter()
-            .filter(known)
-            .partition(|&&run| self.agreed.contains(run));
-        Reconciled {
-            cold,
-            mapped,
-            lost: mem::take(&mut self.lost).into_iter().collect(),
-        }
-    }
-
-    /// A worker's hello.
-    fn greeted(&mut self, index: PeerIndex, payload: &[u8]) {
-        let peer = &mut self.peers[index.0];
-        let expected = peer.hello(&self.hello);
-        let refusal = match wire::read_greeting(payload) {
-            Ok(Ok(hello)) if hello == expected => {
-                peer.turn = Turn::Resync;
-                return;
-            }
-            Ok(Err(taken @ Refusal::Taken { .. })) => return self.miss(index, taken.to_string()),
-            Ok(Err(refusal)) => refusal.to_string(),
-            Err(WireError::Version { theirs }) => Refusal::Version {
-                coordinator: PROTOCOL_VERSION,
-                worker: theirs,
-            }
-            .to_string(),
-            Ok(Ok(_)) => "it welcomed somebody else".to_owned(),
-            Err(error) => error.to_string(),
-        };
-        let reason = format!("{}: {refusal}", peer.endpoint);
-        let cause = peer.failure("join", PeerCause::Refused { reason });
-        peer.link = Link::Away(refusal);
-        peer.turn = Turn::Rest;
-        let work = self
-            .work
-            .as_mut()
-            .expect("a greeting belongs to an operation");
-        if work.kind == Kind::Ready {
-            // Waiting does not mend it, so there is no point in waiting for the others.
-            self.finish(Answer::Ready(Err(MapError::clean(cause))));
-        } else {
-            work.blame(index.0 + 1, cause);
-        }
-    }
-
-    /// A worker's message after its hello.
-    fn heard(&mut self, peer: PeerIndex, payload: &[u8]) {
-        let (sequence, reply) = match wire::read_message(payload) {
-            Ok(WorkerMessage::Reply { sequence, reply }) => (sequence, reply),
-            Ok(WorkerMessage::Violation { reason }) => {
-                return self.lose(peer, PeerCause::Protocol { reason });
-            }
-            Err(error) => {
-                let reason = error.to_string();
-                return self.lose(peer, PeerCause::Protocol { reason });
-            }
-        };
-        if sequence > self.sequence {
-            let reason = format!("a reply to request {sequence}, which was not made");
-            return self.lose(peer, PeerCause::Protocol { reason });
-        }
-        // A late reply to an earlier request says nothing about this one.
-        let Peer { turn, asked, .. } = self.peers[peer.0];
-        match turn {
-            Turn::Resyncing if sequence == asked => self.resynced(peer, reply),
-            Turn::Asked if sequence == asked => self.replied(peer, reply),
-            _ => {}
-        }
-    }
-
-    /// The answer of a rank that was told all agreed runs.
-    fn resynced(&mut self, index: PeerIndex, reply: Reply) {
-        let work = self
-            .work
-            .as_mut()
-            .expect("a question belongs to an operation");
-        let peer = &mut self.peers[index.0];
-        match reply {
-            Reply::Resynced {
-                digest,
-                remade,
-                in_doubt: Runs(in_doubt),
-            } => {
-                let in_doubt: BTreeSet<PageRun> = in_doubt.iter().copied().collect();
-                let has = self.wanted.iter().copied();
-                let has = has.filter(|&run| !overlaps(&in_doubt, run));
-                if digest != RunsDigest::new(has) {
-                    let reason = "it has other runs than it was told to have".to_owned();
-                    return self.lose(index, PeerCause::Protocol { reason });
-                }
-                peer.in_doubt = in_doubt;
-                if relied_on(&remade.of(&self.wanted), &self.runs).is_some() {
-                    self.lost.insert((peer.stage, peer.rank));
-                }
-                let wanted = self
-                    .wanted
-                    .iter()
-                    .filter(|run| overlaps(&peer.in_doubt, **run));
-                if let Some(run) = relied_on(wanted, &self.runs) {
-                    // It may have any other run in doubt and count, but not one in use.
-                    let reason = format!("{run} is in doubt");
-                    let cause = peer.failure(
-                        "resynchronise",
-                        PeerCause::Refused {
-                            reason: reason.clone(),
-                        },
-                    );
-                    peer.link = Link::Away(reason.clone());
-                    peer.turn = Turn::Rest;
-                    match work.kind {
-                        Kind::Ready => self.miss(index, reason),
-                        _ => work.blame(index.0 + 1, cause),
-                    }
-                    return;
-                }
-                peer.link = Link::Up;
-                peer.joined = true;
-                peer.owed = After::NOTHING;
-                peer.turn = match work.kind {
-                    Kind::Ready => Turn::Ask,
-                    _ => Turn::Rest,
-                };
-            }
-            Reply::Failed { failure, .. } => {
-                let cause = peer.refusal("resynchronise", failure);
-                peer.link = Link::Away(cause.to_string());
-                peer.turn = Turn::Rest;
-                match work.kind {
-                    Kind::Ready => self.miss(index, cause.to_string()),
-                    _ => work.blame(index.0 + 1, cause),
-                }
-            }
-            reply => {
-                let reason = format!("{reply:?} is no answer to resync");
-                self.lose(index, PeerCause::Protocol { reason });
-            }
-        }
-    }
-
-    fn replied(&mut self, index: PeerIndex, reply: Reply) {
-        let work = self
-            .work
-            .as_mut()
-            .expect("a question belongs to an operation");
-        let peer = &mut self.peers[index.0];
-        let name = work.kind.name();
-        match (&work.phase, work.kind, reply) {
-            (Phase::Remote, Kind::Map, Reply::Done)
-            | (Phase::Remote, Kind::Unmap(_), Reply::Prepared) => {
-                peer.did = true;
-                peer.turn = Turn::Rest;
-            }
-            (Phase::Remote, Kind::Map | Kind::Unmap(_), Reply::Failed { failure, doubt }) => {
-                let uncertain = match &failure {
-                    Failure::State { reason } => {
-                        // The agreed runs allow it, so this rank has others.
-                        peer.link = Link::Away(reason.clone());
-                        self.runs.clone()
-                    }
-                    _ => {
-                        let uncertain = doubt.of(&self.runs);
-                        peer.in_doubt.extend(&uncertain);
-                        uncertain
-                    }
-                };
-                work.uncertain.extend(uncertain);
-                peer.turn = Turn::Rest;
-                let cause = peer.refusal(name, failure);
-                work.blame(index.0 + 1, cause);
-            }
-            (Phase::UndoRemote, _, Reply::Undone) => {
-                peer.did = false;
-                peer.turn = Turn::Rest;
-            }
-            (Phase::UndoRemote, _, Reply::Failed { .. }) => {
-                // It still has what the others have given back, or the reverse.
-                peer.turn = Turn::Rest;
-                peer.in_doubt.extend(&self.runs);
-                work.uncertain.extend(&self.runs);
-            }
-            (Phase::CommitRemote, _, Reply::Committed) => peer.turn = Turn::Rest,
-            (Phase::UndoRemote | Phase::CommitRemote, _, Reply::Done | Reply::Prepared) => {
-                // The first part's answer, once more.
-            }
-            (Phase::Remote, Kind::Ready, Reply::Ready) => peer.turn = Turn::Rest,
-            (Phase::Remote, Kind::Ready, Reply::NotReady { reason }) => self.miss(index, reason),
-            (Phase::Remote, Kind::Ready, Reply::Failed { failure, .. }) => {
-                let error = MapError::clean(peer.refusal(name, failure));
-                self.finish(Answer::Ready(Err(error)));
-            }
-            (Phase::Remote, Kind::Headroom, Reply::Headroom(Some(pages))) => {
-                peer.turn = Turn::Rest;
-                work.headroom = Some(work.headroom.map_or(pages, |least| least.min(pages)));
-            }
-            (Phase::Remote, Kind::Headroom, Reply::Headroom(None) | Reply::Failed { .. }) => {
-                peer.turn = Turn::Rest;
-                work.headroom_unknown = true;
-            }
-            (_, _, reply) => {
-                let reason = format!("{reply:?} is no answer to {name}");
-                self.lose(index, PeerCause::Protocol { reason });
-            }
-        }
-    }
-
-    /// A rank cannot be asked yet, or cannot map yet; that is nothing to worry about.
-    fn miss(&mut self, index: PeerIndex, reason: String) {
-        let peer = &mut self.peers[index.0];
-        if let Link::Away(known) = &mut peer.link {
-            known.clone_from(&reason);
-        }
-        peer.turn = Turn::Rest;
-        let Some(work) = &mut self.work else { return };
-        match work.kind {
-            Kind::Ready => work.missing.push(NotReady {
-                stage: peer.stage,
-                rank: peer.rank,
-                reason: format!("{}: {reason}", peer.endpoint),
-            }),
-            kind => work.blame(index.0 + 1, peer.unreachable(kind.name(), reason)),
-        }
-    }
-
-    /// The connection to a rank is of no use any more, or it has not answered what must be
-    /// answered.
-    fn lose(&mut self, index: PeerIndex, cause: PeerCause) {
-        let peer = &mut self.peers[index.0];
-        let turn = mem::replace(&mut peer.turn, Turn::Rest);
-        if turn == Turn::Rest && peer.link != Link::Up {
-            return;
-        }
-        peer.link = Link::Away(cause.to_string());
-        let Some(work) = &mut self.work else { return };
-        if turn == Turn::Rest {
-            return;
-        }
-        match work.kind {
-            Kind::Map | Kind::Unmap(_) => match work.phase {
-                Phase::Remote => {
-                    work.uncertain.extend(&self.runs);
-                    let cause = peer.failure(work.kind.name(), cause);
-                    work.blame(index.0 + 1, cause);
-                }
-                Phase::UndoRemote => work.uncertain.extend(&self.runs),
-                // It was decided; the rank gets there when it is resynchronised.
-                _ => {}
-            },
-            Kind::Ready => {
-                if let PeerCause::Protocol { reason } = cause {
-                    let reason = format!("{}: {reason}", peer.endpoint);
-                    let cause = peer.failure("become ready", PeerCause::Protocol { reason });
-                    let error = MapError::clean(cause);
-                    self.finish(Answer::Ready(Err(error)));
-                } else {
-                    self.miss(index, cause.to_string());
-                }
-            }
-            Kind::Headroom => work.headroom_unknown = true,
-            Kind::Reconcile => {
-                let cause = peer.failure("resynchronise", cause);
-                work.blame(index.0 + 1, cause);
-            }
-        }
-    }
 }
 
 impl Work {
@@ -1037,4 +533,14 @@ fn relied_on<'a>(
 ) -> Option<PageRun> {
     let mut runs = runs.into_iter().copied();
     runs.find(|run| !asked.iter().any(|other| other.overlaps(*run)))
+}
+
+/// A run that a rank must have, that somebody may rely on, and of which the rank does not know
+/// whether it has it. A rank may have any other run in doubt and count, but not such a one.
+fn in_use_in_doubt(
+    wanted: &[PageRun],
+    in_doubt: &BTreeSet<PageRun>,
+    asked: &[PageRun],
+) -> Option<PageRun> {
+    relied_on(wanted.iter().filter(|run| overlaps(in_doubt, **run)), asked)
 }
