@@ -37,6 +37,7 @@ mod report;
 mod script;
 mod settle;
 mod shrink;
+mod work;
 mod world;
 
 pub use generate::generate;

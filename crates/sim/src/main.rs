@@ -197,14 +197,12 @@ fn report(counts: &Counts, seeds: u64, seconds: f64) {
         restarts,
         resyncs,
         losses,
-        deadlocks,
         virtual_us,
     } = counts;
     let share = 100.0 * *troubled as f64 / (*transactions).max(1) as f64;
     println!("{seeds} seeds, {steps} steps, {transactions} transactions");
     println!("{troubled} of them met a fault ({share:.0} %)");
     println!("{crashes} crashes, {restarts} restarts, {resyncs} resyncs, {losses} losses told");
-    println!("{deadlocks} times only a new coordinator ended a want of memory");
     println!(
         "{:.1} s of virtual time in {seconds:.1} s: {:.0} transactions a second",
         *virtual_us as f64 / 1e6,

@@ -51,8 +51,6 @@ pub struct Counts {
     pub resyncs: u64,
     /// Times that an engine was told of lost content.
     pub losses: u64,
-    /// Times that only a new coordinator ended a want of memory.
-    pub deadlocks: u64,
     /// Virtual time, in microseconds.
     pub virtual_us: u64,
 }
@@ -68,7 +66,6 @@ impl Counts {
             restarts,
             resyncs,
             losses,
-            deadlocks,
             virtual_us,
         } = other;
         self.steps += steps;
@@ -78,7 +75,6 @@ impl Counts {
         self.restarts += restarts;
         self.resyncs += resyncs;
         self.losses += losses;
-        self.deadlocks += deadlocks;
         self.virtual_us += virtual_us;
     }
 }

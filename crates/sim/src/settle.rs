@@ -5,7 +5,7 @@ use kvcached_mapper::{Health, PageId};
 use crate::device::GRANULE;
 use crate::engine::{Life, Op, Pool};
 use crate::report::Guarantee;
-use crate::script::{Process, Step};
+use crate::script::Step;
 use crate::world::{World, lock};
 
 /// Longer than the longest pause between two repairs, the longest absence of a process and a few
@@ -30,14 +30,6 @@ impl World {
                     }
                     world.is_mended().is_ok()
                 });
-            }
-            if !mended && self.is_short_of_memory() {
-                // Two pools that each lack on one rank what the other has there. A fenced pool
-                // gives nothing back, so only a new coordinator ends it.
-                lock(&self.state).counts.deadlocks += 1;
-                let who = Process::Coordinator;
-                self.happen(Step::Die { who, for_us: 1_000 });
-                mended = self.go_on_until(REST_NS, |world| world.is_mended().is_ok());
             }
         }
         if !mended {
@@ -150,7 +142,9 @@ impl World {
                 world.do_now(life, Step::Trim { pool });
             }
             let mut pools = life.pools.iter();
-            pools.all(|pool| lock(&pool.fan).agreed.len() <= 1)
+            let empty = pools.all(|pool| lock(&pool.fan).agreed.len() <= 1);
+            // A rank that was away meanwhile has yet to give the same up.
+            empty && world.is_mended().is_ok()
         });
         if self.is_over() {
             return;
