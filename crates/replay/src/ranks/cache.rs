@@ -451,6 +451,9 @@ impl KvCache for RankedCache {
     fn drop_lost(&mut self, returns: &[Return<'_>]) -> Result<(), Broken> {
         self.recover_if_struck()?;
         self.send_stamps()?;
+        // Nobody answers a stamp, and here no check follows: without any answer, memory could be
+        // taken from under a stamp that is still on its way.
+        self.compare()?;
         if let Some(turmoil) = &mut self.turmoil {
             let blocks: usize = returns.iter().map(|returned| returned.blocks.len()).sum();
             turmoil.faults.blocks_lost += blocks as u64;

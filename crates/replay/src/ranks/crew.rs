@@ -194,6 +194,19 @@ impl Crew {
         Ok(())
     }
 
+    /// A rank that ended though nobody struck it, with its last words.
+    pub(crate) fn look_after(&mut self, struck: &[Struck]) -> Result<(), CrewError> {
+        for member in &mut self.members {
+            if struck.iter().any(|struck| struck.rank == member.rank) {
+                continue;
+            }
+            if let Ok(Some(_)) = member.child.try_wait() {
+                while !matches!(member.receive()?, Answer::Failed(_)) {}
+            }
+        }
+        Ok(())
+    }
+
     /// Continues the ranks among `struck` that were stopped; the others are not brought back.
     pub(crate) fn go_on(&self, struck: &[Struck]) {
         for Struck { rank, kind, .. } in struck {

@@ -60,9 +60,14 @@ impl Trigger {
         }
     }
 
-    /// Nothing more happens.
-    pub(crate) fn disarm(&self) {
-        self.state().armed = None;
+    /// Nothing more happens, unless what waited for a batch is armed again.
+    pub(crate) fn disarm(&self) -> Option<(Fault, Pid)> {
+        self.state().armed.take()
+    }
+
+    /// Has a fault wait again that was called off meanwhile.
+    pub(crate) fn rearm(&self, waiting: Option<(Fault, Pid)>) {
+        self.state().armed = waiting;
     }
 
     /// Nobody was struck since somebody last asked.
@@ -250,11 +255,14 @@ mod tests {
         let mut victim = Victim::new();
         let moment = Moment::InBatch(Duration::ZERO);
         trigger.arm(fault(1, moment), victim.process());
-        trigger.disarm();
+        let waiting = trigger.disarm();
         trigger.during(|| ());
         assert!(trigger.is_quiet());
         let running = victim.0.try_wait().expect("a child");
         assert_eq!(running, None);
+        trigger.rearm(waiting);
+        trigger.during(|| ());
+        assert_eq!(struck(&trigger), [1]);
     }
 
     #[test]

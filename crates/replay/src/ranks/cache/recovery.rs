@@ -82,9 +82,13 @@ impl RankedCache {
         let Some(turmoil) = &mut self.turmoil else {
             return Ok(());
         };
+        // A repair may take memory away, and is not to be struck for it.
+        let waiting = turmoil.trigger.disarm();
         let struck = turmoil.trigger.take();
         let faults = &mut turmoil.faults;
+        self.crew.look_after(&struck).map_err(Broken::new)?;
         let mended = mend(&mut self.crew, &self.scheduler, &struck).map_err(Broken::new)?;
+        turmoil.trigger.rearm(waiting);
         faults.fenced += u32::from(mended.was_fenced);
         let was_lost = contents_lost(&self.scheduler) > lost_before;
         faults.losses += u32::from(was_lost);
@@ -117,7 +121,7 @@ impl Drop for RankedCache {
     fn drop(&mut self) {
         if let Some(Turmoil { trigger, .. }) = &self.turmoil {
             // What is given back from here on is the end, and no batch to be met.
-            trigger.disarm();
+            let _ = trigger.disarm();
             // A replay that ends early may leave ranks stopped; they are to end, too.
             self.crew.go_on(&trigger.take());
         }
