@@ -3,7 +3,7 @@
 //! - Crates depend on each other only along the arrows of ARCHITECTURE.md.
 //! - Nothing below `integrations` names an engine.
 //! - Unsafe code stands in the listed files only.
-//! - Every test that `docs/faults.md` names exists.
+//! - Every test that `GUARANTEES.md` and `docs/faults.md` name exists, and where they say.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -47,12 +47,15 @@ const UNSAFE_FILES: &[&str] = &[
     "tests/gpu/watch.rs",
 ];
 
+/// What promises something and names the tests that hold it.
+const PROMISES: &[&str] = &["GUARANTEES.md", "docs/faults.md"];
+
 /// Checks all rules and names every breach.
 pub(crate) fn run() -> Result<(), String> {
     println!("$ tidy");
     let root = process::root();
     let mut breaches = Vec::new();
-    let mut sources = Vec::new();
+    let mut files = Vec::new();
     for folder in [
         "crates",
         "xtask",
@@ -61,10 +64,11 @@ pub(crate) fn run() -> Result<(), String> {
         "fuzz/src",
         "fuzz/fuzz_targets",
     ] {
-        rust_files(&root.join(folder), &mut sources)?;
+        rust_files(&root.join(folder), &mut files)?;
     }
     check_edges(&root, &mut breaches)?;
-    for file in &sources {
+    let mut sources = Vec::new();
+    for file in &files {
         let text = read(file)?;
         let name = file
             .strip_prefix(&root)
@@ -73,8 +77,16 @@ pub(crate) fn run() -> Result<(), String> {
             .to_string();
         check_engines(&name, &text, &mut breaches);
         check_unsafe(&name, &text, &mut breaches);
+        sources.push((name, text));
     }
-    check_faults(&root, &sources, &mut breaches)?;
+    for promise in PROMISES {
+        check_named(
+            promise,
+            &read(&root.join(promise))?,
+            &sources,
+            &mut breaches,
+        );
+    }
     if breaches.is_empty() {
         return Ok(());
     }
@@ -167,38 +179,48 @@ fn check_unsafe(name: &str, text: &str, breaches: &mut Vec<String>) {
     }
 }
 
-/// Tests in `docs/faults.md` are written as code spans ending in a test's path or name.
-fn check_faults(
-    root: &Path,
-    sources: &[PathBuf],
+/// Tests are named by code spans that are paths of theirs: `crate::module::test`, or
+/// `crate/tests/target::module::test` for those beside the sources. A path whose last part has no
+/// underscore names no test.
+fn check_named(
+    promise: &str,
+    text: &str,
+    sources: &[(String, String)],
     breaches: &mut Vec<String>,
-) -> Result<(), String> {
-    let table = root.join("docs/faults.md");
-    if !table.exists() {
-        return Ok(());
-    }
-    let mut tests = String::new();
-    for file in sources {
-        tests.push_str(&read(file)?);
-    }
-    for (number, line) in read(&table)?.lines().enumerate() {
-        if !line.starts_with('|') {
-            continue;
-        }
+) {
+    for (number, line) in text.lines().enumerate() {
         for span in line.split('`').skip(1).step_by(2) {
-            let Some((_, test)) = span.rsplit_once("::") else {
+            let Some((place, test)) = span.rsplit_once("::") else {
                 continue;
             };
-            let exists = tests.contains(&format!("fn {test}("));
-            if !exists && test.contains('_') {
-                breaches.push(format!(
-                    "docs/faults.md:{}: no test is called {test}",
-                    number + 1
-                ));
+            let named = |(file, text): &(String, String)| {
+                is_at(place, file) && text.contains(&format!("fn {test}("))
+            };
+            if test.contains('_') && !sources.iter().any(named) {
+                breaches.push(format!("{promise}:{}: there is no {span}", number + 1));
             }
         }
     }
-    Ok(())
+}
+
+/// Can what is at `place`, as in `mapper::local::tests`, stand in `file`? A module may be a file or
+/// a part of one, and a target of tests need not be called as its folder.
+fn is_at(place: &str, file: &str) -> bool {
+    let place = place.replace("::", "/");
+    let Some((krate, modules)) = place.split_once('/') else {
+        return file.starts_with(&format!("crates/{place}/src/"));
+    };
+    let rest = match krate {
+        "tests" | "fuzz" | "xtask" => file.strip_prefix(&format!("{krate}/")),
+        _ => file.strip_prefix(&format!("crates/{krate}/")),
+    };
+    let Some(rest) = rest.and_then(|rest| rest.strip_suffix(".rs")) else {
+        return false;
+    };
+    let mut modules = modules.split('/');
+    rest.split('/')
+        .filter(|part| !["src", "main", "lib", "mod"].contains(part))
+        .all(|part| modules.any(|module| module == part))
 }
 
 fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) -> Result<(), String> {
@@ -263,5 +285,41 @@ mod tests {
             &mut breaches,
         );
         assert_eq!(breaches.len(), 1, "{breaches:?}");
+    }
+
+    #[test]
+    fn a_promise_that_names_no_test_or_another_place_is_a_breach() {
+        let source = |file: &str, test: &str| (file.to_owned(), format!("fn {test}() {{"));
+        let sources = [
+            source("crates/mapper/src/local/tests/faults.rs", "it_holds"),
+            source("crates/tp-ipc/tests/local_first.rs", "all_or_none"),
+            source("tests/host/processes.rs", "a_rank_dies"),
+            source("crates/vmm/src/span.rs", "an_end_is_inside"),
+        ];
+        let named = |text: &str| {
+            let mut breaches = Vec::new();
+            check_named("GUARANTEES.md", text, &sources, &mut breaches);
+            breaches
+        };
+        for good in [
+            "Held by `mapper::local::tests::faults::it_holds`, `Pool::free` and `one_word`.",
+            "| x | `tp-ipc/tests/ranks::local_first::all_or_none` |",
+            "`tests/host::processes::a_rank_dies`, `vmm::span::tests::an_end_is_inside`",
+        ] {
+            assert_eq!(named(good), Vec::<String>::new(), "{good}");
+        }
+        for bad in [
+            "`mapper::local::tests::faults::it_held`",
+            "`mapper::local::tests::it_holds`",
+            "`manager::local::tests::faults::it_holds`",
+            "`tp-ipc/tests/ranks::sockets::all_or_none`",
+        ] {
+            assert_eq!(named(bad).len(), 1, "{bad}");
+        }
+        let second = named("fine\n`vmm::span::tests::a_beginning_is_inside`");
+        assert_eq!(
+            second,
+            ["GUARANTEES.md:2: there is no vmm::span::tests::a_beginning_is_inside"]
+        );
     }
 }
