@@ -38,7 +38,13 @@ pub struct After {
 /// Which epochs have retired on one rank: one value per process and engine, shared by the mappers
 /// of all its pools and by whoever launches work.
 ///
-/// Nothing is known at first, so nothing that waits for an epoch is taken away.
+/// Nothing is known at first, so nothing that waits for an epoch is taken away. Whoever numbers
+/// epochs owes that
+/// - they go on counting when the coordinator is started anew over ranks that live;
+/// - a rank's process that is started anew retires the last epoch of the one before, of which
+///   nothing is in flight any more;
+/// - nothing is launched on such a process before each pool has been repaired: until then it does
+///   not have the pages.
 pub struct Epochs {
     state: Mutex<State>,
     changed: Condvar,
