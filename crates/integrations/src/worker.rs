@@ -213,9 +213,7 @@ pub fn announce_failure(config: &WorkerConfig, reason: &str) {
         )?;
         let told = server.run_until_told(Deadline::after(config.ready_timeout));
         drop(server);
-        if let Err(error) = directory.remove_if_empty() {
-            tracing::debug!(%error, "the directory of the sockets stays");
-        }
+        leave(&directory);
         told.map_err(WorkerError::Serve)
     };
     match announce() {
@@ -271,15 +269,16 @@ impl Serving {
         };
         let directory = runtime_dir.instance(&config.instance)?;
         let endpoint = directory.endpoint(config.stage, config.rank);
-        let mut server = match Server::bind(&endpoint, server_config.clone()) {
+        let bound = match Server::bind(&endpoint, server_config.clone()) {
             // The last rank of an earlier life may have taken the directory away since it was
             // opened.
             Err(BindError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                 runtime_dir.instance(&config.instance)?;
-                Server::bind(&endpoint, server_config)?
+                Server::bind(&endpoint, server_config)
             }
-            other => other?,
+            other => other,
         };
+        let mut server = bound.inspect_err(|_| leave(&directory))?;
         let stop = server.stop_handle();
         let thread = std::thread::Builder::new()
             .name(format!("kvcached-s{}-r{}", config.stage.0, config.rank.0))
@@ -310,9 +309,14 @@ impl Drop for Serving {
         {
             tracing::error!("the thread that serves panicked");
         }
-        // The last one out; it does not matter which that is.
-        if let Err(error) = self.directory.remove_if_empty() {
-            tracing::debug!(%error, "the directory of the sockets stays");
-        }
+        leave(&self.directory);
+    }
+}
+
+/// Takes the directory of the sockets away if this is the last one out; it does not matter which
+/// that is.
+fn leave(directory: &EndpointDir) {
+    if let Err(error) = directory.remove_if_empty() {
+        tracing::debug!(%error, "the directory of the sockets stays");
     }
 }
