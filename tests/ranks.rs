@@ -121,7 +121,7 @@ impl Drop for WorkerProcess {
 }
 
 /// Where the worker program is: beside the test, when it was carried to another machine.
-fn program() -> PathBuf {
+pub(crate) fn program() -> PathBuf {
     #[expect(
         clippy::disallowed_methods,
         reason = "set by the script that runs carried tests"

@@ -169,10 +169,15 @@ impl Process {
 
     /// Its answer; `None` if it ends instead.
     pub(crate) fn ask(&mut self, order: &str) -> Option<String> {
+        self.tell(order);
+        self.answer()
+    }
+
+    /// Does not wait for the answer.
+    pub(crate) fn tell(&mut self, order: &str) {
         let orders = self.orders.as_mut().expect("only its end takes it");
         // Dead already, perhaps: then there is no answer either.
         let _ = writeln!(orders, "{order}");
-        self.answer()
     }
 
     /// Its answer, which a process that lives gives.
@@ -200,6 +205,12 @@ impl Process {
     pub(crate) fn kill(&mut self) {
         self.signal(Signal::SIGKILL);
         assert_eq!(self.ended().signal(), Some(9), "{}", self.name);
+    }
+
+    /// Kills it, whatever it was about to answer.
+    pub(crate) fn murder(&mut self) {
+        self.signal(Signal::SIGKILL);
+        self.child.wait().expect("it is a child of this process");
     }
 
     /// Lets it end by itself.

@@ -7,5 +7,8 @@ mod strike;
 
 mod crew;
 mod impostors;
+mod lives;
+mod places;
 mod processes;
+mod starts;
 mod strikes;
