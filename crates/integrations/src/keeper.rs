@@ -237,3 +237,48 @@ impl Kept {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvcached_mapper::testing::RecordingMapper;
+    use kvcached_mapper::{Cause, MapError, Rank, Stage, Suspect};
+    use kvcached_page_alloc::PageAllocatorConfig;
+
+    use super::*;
+
+    #[test]
+    fn attempts_in_vain_come_ever_later_up_to_a_bound_and_nobody_hastens_them() {
+        let mapper = Arc::new(RecordingMapper::new(8));
+        let config = PageAllocatorConfig::new(8, 2 << 20);
+        let pages = PageAllocator::new(config, Arc::<RecordingMapper>::clone(&mapper)).unwrap();
+        let mut kept = Kept::new(PoolId(0), Arc::new(pages), false);
+        let every = Duration::from_millis(200);
+        assert!(kept.look(false, every));
+        let (stage, rank) = (Stage(0), Rank(1));
+        let reason = "no answer".to_owned();
+        let ranks = vec![Suspect {
+            stage,
+            rank,
+            reason,
+        }];
+        mapper.set_health(Health::Fenced { ranks, pages: 0 });
+        let error = MapError::clean(Cause::Diverged { stage, rank });
+        mapper.fail_reconcile(Some(error));
+        // Whoever meets the rank first need not wait for the next look.
+        assert!(!kept.look(true, every));
+        let mut pauses = vec![kept.pause.as_millis()];
+        for _ in 0..8 {
+            kept.look_at = None;
+            assert!(!kept.look(false, every));
+            pauses.push(kept.pause.as_millis());
+        }
+        assert_eq!(pauses, [5, 10, 20, 40, 80, 160, 250, 250, 250]);
+        mapper.set_health(Health::Healthy);
+        mapper.fail_reconcile(None);
+        kept.look_at = Some(now() + Duration::from_secs(600));
+        assert!(!kept.look(true, every), "a pause is kept to");
+        kept.look_at = None;
+        assert!(kept.look(false, every));
+        assert!(kept.pause.is_zero());
+    }
+}
