@@ -189,6 +189,12 @@ fn check_named(
     breaches: &mut Vec<String>,
 ) {
     for (number, line) in text.lines().enumerate() {
+        if line.matches('`').count() % 2 == 1 {
+            breaches.push(format!(
+                "{promise}:{}: a code span that goes on in another line is not looked at",
+                number + 1
+            ));
+        }
         for span in line.split('`').skip(1).step_by(2) {
             let Some((place, test)) = span.rsplit_once("::") else {
                 continue;
@@ -313,6 +319,7 @@ mod tests {
             "`mapper::local::tests::it_holds`",
             "`manager::local::tests::faults::it_holds`",
             "`tp-ipc/tests/ranks::sockets::all_or_none`",
+            "`vmm::span::tests::an_end_is_inside",
         ] {
             assert_eq!(named(bad).len(), 1, "{bad}");
         }
