@@ -87,6 +87,7 @@ fn serve_rank(directory: &Path, rank: u16) {
         pools: vec![pool],
         timeout: TIMEOUT,
         orphan_timeout: TIMEOUT,
+        epochs: None,
     };
     let endpoint = endpoints.endpoint(Stage(0), Rank(rank));
     let mut server = Server::bind(&endpoint, config).expect("nobody else is there");
@@ -176,7 +177,6 @@ fn broadcast(criterion: &mut Criterion) {
             pool: PoolId(0),
             geometry: geometry(),
             topology: Topology::separate_coordinator(count, 1, &endpoints),
-            session: SessionId::fresh(),
             timeout: TIMEOUT,
         };
         let ranks = Broadcast::connect(config, None, Deadline::after(TIMEOUT))

@@ -12,7 +12,7 @@ use kvcached_integrations::{
     Background, MapperConfig, MaxRun, PoolPolicy, PoolSetup, Scheduler, SchedulerConfig, StartError,
 };
 use kvcached_mapper::{Cold, Epochs, KvBuffers, Layout, PageSize, PoolId, PoolSpec, Rank, Stage};
-use kvcached_tp_ipc::{InstanceName, RuntimeDir, SessionId, Topology};
+use kvcached_tp_ipc::{InstanceName, RuntimeDir, Topology};
 use kvcached_vmm::Driver;
 use tempfile::TempDir;
 
@@ -176,7 +176,6 @@ pub(crate) fn scheduler<D: Driver>(
             topology,
             cold: Cold::Unbacked,
             ipc_timeout: Duration::from_secs(20),
-            session: SessionId::fresh(),
             epochs: Arc::new(Epochs::new(Duration::from_secs(1))),
         },
         pools: vec![PoolSetup {

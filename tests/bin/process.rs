@@ -24,7 +24,7 @@ use kvcached_mapper::{
 };
 use kvcached_tp_ipc::{
     Deadline, Endpoint, EndpointDir, GeometryDigest, RuntimeDir, ServedPool, Server, ServerConfig,
-    SessionId, Topology,
+    Topology,
 };
 use kvcached_vmm::{Driver, Host, HostConfig, VmmError};
 
@@ -149,6 +149,7 @@ fn serve(arguments: &Arguments, part: &Part) -> Result<(), Failure> {
         pools: vec![pool],
         timeout: arguments.ipc_timeout,
         orphan_timeout: arguments.orphan_timeout,
+        epochs: None,
     };
     let mut server = Server::bind(&arguments.endpoint(), config)?;
     let stop = server.stop_handle();
@@ -175,7 +176,6 @@ fn schedule(arguments: &Arguments, part: Option<&Part>) -> Result<(), Failure> {
         topology,
         cold: Cold::Unbacked,
         ipc_timeout: arguments.ipc_timeout,
-        session: SessionId::fresh(),
         epochs: Arc::new(Epochs::new(Duration::from_secs(1))),
     };
     let geometry = geometry()?;

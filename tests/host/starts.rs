@@ -13,7 +13,7 @@ use kvcached_mapper::{
     After, Cold, Epochs, Health, Layout, MapError, Mapper, PageId, PageRun, Readiness, Reconciled,
 };
 use kvcached_page_alloc::Reserve;
-use kvcached_tp_ipc::{Deadline, InstanceName, RuntimeDir, SessionId, Topology};
+use kvcached_tp_ipc::{Deadline, InstanceName, RuntimeDir, Topology};
 
 use crate::ranks::{POOL, WorkerProcess, folder, spec};
 
@@ -129,7 +129,6 @@ fn the_null_block_is_block_0_and_no_page_is_given_twice_however_a_start_is_delay
             topology: Topology::separate_coordinator(2, 1, &endpoints),
             cold: Cold::Unbacked,
             ipc_timeout: Duration::from_secs(20),
-            session: SessionId::fresh(),
             epochs: Arc::new(Epochs::new(Duration::from_secs(1))),
         };
         let ready_by = Deadline::after(Duration::from_secs(10));

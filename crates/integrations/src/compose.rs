@@ -16,7 +16,7 @@ use kvcached_mapper::{
 };
 use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, ConnectError, Deadline, GeometryDigest, InstanceName, RuntimeDir,
-    RuntimeDirError, SessionId, Topology,
+    RuntimeDirError, Topology,
 };
 use kvcached_vmm::Driver;
 use thiserror::Error;
@@ -35,8 +35,6 @@ pub struct MapperConfig {
     pub cold: Cold,
     /// How long to wait for another rank's answer.
     pub ipc_timeout: Duration,
-    /// This life of the coordinator, by which workers tell it from others.
-    pub session: SessionId,
     /// Which epochs have retired on the rank in this process.
     pub epochs: Arc<Epochs>,
 }
@@ -85,7 +83,6 @@ impl MapperConfig {
             topology,
             cold: config.cold,
             ipc_timeout: config.ipc_timeout,
-            session: SessionId::fresh(),
             epochs: Arc::new(Epochs::new(config.retire_timeout)),
         }
     }
@@ -168,7 +165,6 @@ pub fn compose_over(
         pool,
         geometry: digest(geometry),
         topology: config.topology.clone(),
-        session: config.session,
         timeout: config.ipc_timeout,
     };
     Ok(Arc::new(Broadcast::connect(broadcast, local, ready_by)?))

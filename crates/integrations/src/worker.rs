@@ -156,7 +156,7 @@ impl<D: Driver> Worker<D> {
             geometry: digest(mapper.geometry()),
             mapper: Arc::clone(mapper) as Arc<dyn RankMapper>,
         });
-        let (serving, endpoint) = Serving::start(&config, served.collect())?;
+        let (serving, endpoint) = Serving::start(&config, served.collect(), &epochs)?;
         Ok(Self {
             serving,
             endpoint,
@@ -257,6 +257,7 @@ impl Serving {
     fn start(
         config: &WorkerConfig,
         pools: Vec<ServedPool>,
+        epochs: &Arc<Epochs>,
     ) -> Result<(Self, Endpoint), WorkerError> {
         let runtime_dir = RuntimeDir::open(&config.runtime_dir)?;
         let server_config = ServerConfig {
@@ -266,6 +267,7 @@ impl Serving {
             pools,
             timeout: config.ipc_timeout,
             orphan_timeout: config.orphan_timeout,
+            epochs: Some(Arc::clone(epochs)),
         };
         let directory = runtime_dir.instance(&config.instance)?;
         let endpoint = directory.endpoint(config.stage, config.rank);

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvcached_integrations::{
-    Arrangement, Background, Change, ComposeError, Config, EngineProcess, MappedPool, MapperConfig,
-    Mode, PoolPolicy, PoolSetup, ProcessIds, RankReport, Role, Scheduler, SchedulerConfig,
-    StartError, Worker, WorkerConfig, WorkerError, compose, compose_over, vllm,
+    Arrangement, Background, Change, ComposeError, Config, EngineProcess, MappedPool, Mode,
+    PoolPolicy, PoolSetup, ProcessIds, RankReport, Role, Scheduler, SchedulerConfig, StartError,
+    Worker, WorkerConfig, WorkerError, compose, compose_over, vllm,
 };
 use kvcached_manager::{AllocError, FullReason};
 use kvcached_mapper::testing::RecordingMapper;
@@ -729,6 +729,33 @@ fn await_health(pool: &kvcached_integrations::Pool, fenced: bool) {
     }
 }
 
+/// The same configuration, used again after a start that failed, or by the next coordinator in this
+/// process: each is a life of its own, also for the epochs, which begin anew.
+#[test]
+fn a_configuration_serves_for_several_lives_of_a_coordinator() {
+    let engine = Engine::new("again-and-again", "1");
+    let devices = [device(48), device(48)];
+    let first = engine.worker(0, 0, &[POOL], &devices[0]);
+    let separate = Arrangement::Separate { tp: 2, stages: 1 };
+    let config = engine.scheduler_config(separate, vec![setup(POOL)]);
+    let missing = Scheduler::start(config.clone(), None::<Arc<Host>>);
+    assert!(matches!(missing, Err(StartError::Mapper { .. })));
+    let second = engine.worker(0, 1, &[POOL], &devices[1]);
+    for life in 0..3 {
+        let scheduler = Scheduler::start(config.clone(), None::<Arc<Host>>);
+        let scheduler = scheduler.unwrap_or_else(|e| panic!("life {life}: {e}"));
+        let pool = scheduler.pool(POOL).unwrap();
+        let blocks = pool.alloc(5 * PER_PAGE).unwrap();
+        pool.free_in(&blocks, Epoch(5)).unwrap();
+        // That an earlier coordinator's epoch 5 has ended says nothing about this one's.
+        assert_eq!(pool.trim(), Ok(0), "life {life}");
+        for worker in [&first, &second] {
+            worker.epochs().retire(Epoch(1000));
+        }
+        assert_eq!(pool.trim(), Ok(5), "life {life}");
+    }
+}
+
 /// A rank's process ends, and another one takes its place: nobody does anything but the scheduler's
 /// own thread, and what was in the pages is told to be lost.
 #[test]
@@ -927,18 +954,4 @@ fn endpoints_follow_from_the_rank() {
             );
         }
     }
-    let own = MapperConfig::new(
-        &engine.config,
-        instance.clone(),
-        topology(Arrangement::Single),
-    );
-    let again = MapperConfig::new(
-        &engine.config,
-        instance.clone(),
-        topology(Arrangement::Single),
-    );
-    assert_ne!(
-        own.session, again.session,
-        "each life of a coordinator has its own"
-    );
 }

@@ -40,7 +40,8 @@ pub struct After {
 ///
 /// Nothing is known at first, so nothing that waits for an epoch is taken away. Whoever numbers
 /// epochs owes that
-/// - they go on counting when the coordinator is started anew over ranks that live;
+/// - a coordinator that is started anew over ranks that live is made known by
+///   [`begin`](Self::begin), which the server of a rank does by itself;
 /// - a rank's process that is started anew retires the last epoch of the one before, of which
 ///   nothing is in flight any more;
 /// - nothing is launched on such a process before each pool has been repaired: until then it does
@@ -53,6 +54,8 @@ pub struct Epochs {
 
 #[derive(Default)]
 struct State {
+    /// The coordinator that numbers the epochs, if there is more than one in time.
+    life: Option<u64>,
     /// All of it, and all before, has ended.
     retired: Option<Epoch>,
     /// Launched, in the order of the epochs.
@@ -125,6 +128,19 @@ impl Epochs {
             state: Mutex::default(),
             changed: Condvar::new(),
             patience,
+        }
+    }
+
+    /// Another coordinator numbers the epochs from now on: those of the one before mean nothing any
+    /// more. `life` tells coordinators apart, later ones having greater numbers; the same again
+    /// changes nothing.
+    pub fn begin(&self, life: u64) {
+        let mut state = self.state();
+        if state.life < Some(life) {
+            *state = State {
+                life: Some(life),
+                ..State::default()
+            };
         }
     }
 

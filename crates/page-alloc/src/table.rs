@@ -274,8 +274,9 @@ impl PageTable {
     /// The runs of a [`begin_map`](Self::begin_map) have no memory, except that nobody knows about
     /// the `uncertain` ones.
     pub(crate) fn fail_map(&mut self, runs: &[PageRun], uncertain: &[PageRun]) {
+        let uncertain = Uncertain::new(uncertain);
         for &run in runs {
-            if in_doubt(run, uncertain) {
+            if uncertain.touches(run) {
                 self.quarantine(run, After::NOTHING);
             } else {
                 self.set_state(pages_of(run), PageState::Busy, PageState::Withheld);
@@ -323,9 +324,10 @@ impl PageTable {
     /// The runs of a [`begin_unmap`](Self::begin_unmap) are as they were, except that nobody knows
     /// about the `uncertain` ones.
     pub(crate) fn fail_unmap(&mut self, runs: &[PageRun], uncertain: &[PageRun]) {
+        let uncertain = Uncertain::new(uncertain);
         for &run in runs {
             self.leaving -= run.count();
-            if in_doubt(run, uncertain) {
+            if uncertain.touches(run) {
                 let after = self.runs.after(run);
                 self.runs.remove(run);
                 self.quarantine(run, after);
@@ -443,9 +445,27 @@ fn set_state(
     counts[to as usize] += count;
 }
 
-/// A run is mapped as a whole: doubt about a part of it is doubt about all of it.
-fn in_doubt(run: PageRun, uncertain: &[PageRun]) -> bool {
-    uncertain.iter().any(|doubtful| doubtful.overlaps(run))
+/// Runs in doubt, to be asked about run by run: the first page of each, in order, and the greatest
+/// end up to there. Other ranks name them, so they may be anything.
+struct Uncertain(Vec<(PageId, PageId)>);
+
+impl Uncertain {
+    fn new(runs: &[PageRun]) -> Self {
+        let mut sorted = runs.to_vec();
+        sorted.sort_unstable();
+        let mut reach = PageId(0);
+        let stretches = sorted.iter().map(|run| {
+            reach = reach.max(run.end());
+            (run.first(), reach)
+        });
+        Self(stretches.collect())
+    }
+
+    /// A run is mapped as a whole: doubt about a part of it is doubt about all of it.
+    fn touches(&self, run: PageRun) -> bool {
+        let before = self.0.partition_point(|(first, _)| *first < run.end());
+        before > 0 && self.0[before - 1].1 > run.first()
+    }
 }
 
 const fn pages_of(run: PageRun) -> Range<u32> {

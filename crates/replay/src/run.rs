@@ -15,7 +15,7 @@ use std::{fmt, io};
 
 use kvcached_integrations::{ByteSize, MapperConfig, MaxRun, StartError};
 use kvcached_mapper::{Cold, Epochs, Layout, LayoutError, PageSize, Rank};
-use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, SessionId, Topology};
+use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, Topology};
 use kvcached_vmm::{Budget, BudgetError};
 use thiserror::Error;
 
@@ -526,7 +526,6 @@ fn elastic_caches(
             cold: plan.cold,
             ipc_timeout: plan.ipc_timeout,
             epochs: Arc::new(Epochs::new(plan.ipc_timeout)),
-            session: SessionId::fresh(),
         };
         let cache = RankedCache::led(
             &model,

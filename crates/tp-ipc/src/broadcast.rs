@@ -49,8 +49,6 @@ pub struct BroadcastConfig {
     pub geometry: GeometryDigest,
     /// Where the ranks are.
     pub topology: Topology,
-    /// This life of the coordinator, [`SessionId::fresh`].
-    pub session: SessionId,
     /// Longest wait for another rank to answer one request.
     pub timeout: Duration,
 }
@@ -80,6 +78,10 @@ pub enum ConnectError {
     #[error("a mapper was given for this process, but no rank is here")]
     NoLocalRank,
 }
+
+/// Longest wait for a rank that is to come back. Another one may be waiting for its turn, and would
+/// give up what it holds once it has been alone for too long.
+const LONGEST_RECONCILE: Duration = Duration::from_secs(10);
 
 /// The fan-out and the connections that it speaks of.
 #[derive(Debug)]
@@ -131,7 +133,6 @@ impl Broadcast {
             pool,
             geometry,
             topology,
-            session,
             timeout,
         } = config;
         match (topology.local(), &local) {
@@ -149,7 +150,8 @@ impl Broadcast {
                 rank,
                 pool,
                 geometry,
-                session,
+                // Of this value and no other: its numbers begin anew.
+                session: SessionId::fresh(),
             },
             &topology,
         );
@@ -260,7 +262,8 @@ impl Mapper for Broadcast {
 
     /// Connects again to ranks that do not count, and resynchronises them.
     fn reconcile(&self, doubtful: &[PageRun]) -> Result<Reconciled, MapError> {
-        match self.perform(Operation::Reconcile(doubtful), self.timeout) {
+        let timeout = self.timeout.min(LONGEST_RECONCILE);
+        match self.perform(Operation::Reconcile(doubtful), timeout) {
             Answer::Reconciled(result) => result,
             other => unreachable!("{other:?} is no answer about doubt"),
         }

@@ -158,6 +158,10 @@ impl Conversation {
             .expect("who is admitted named a pool that there is");
         if state.session != Some(session) {
             state.session = Some(session);
+            if let Some(epochs) = &rank.epochs {
+                // What it gives up first, it gives up after the device has ended all work.
+                epochs.begin(session.0);
+            }
             state.untold.clear();
             state.last = Transaction::default();
         }

@@ -30,6 +30,7 @@ use kvcached_mapper::{
     Suspect,
 };
 
+use crate::doubt::Doubts;
 use crate::operation::Kind;
 use crate::peer::{Link, LocalRank, Peer, Turn};
 use crate::wire::{self, Hello};
@@ -99,6 +100,9 @@ pub struct Fanout {
     resync_frames: Vec<u8>,
     greeting: Vec<u8>,
 }
+
+/// How many stretches of pages in doubt are named.
+const NAMED_STRETCHES: usize = 4;
 
 /// The operation under way.
 #[derive(Debug)]
@@ -192,13 +196,18 @@ impl Fanout {
         self.agreed.iter()
     }
 
-    /// Ranks of which it is not known which runs they have, the local one first.
+    /// Ranks that do not count, the local one first: it is not known which runs they have, or nobody
+    /// was told yet that they had lost what was in them.
     pub fn suspects(&self) -> impl Iterator<Item = Suspect> {
         let local = self.local.iter().filter_map(|local| {
-            let reason = local.suspect.clone()?;
+            let lost = self.lost.contains(&(local.stage, local.rank));
+            let reason = local.suspect.clone().or_else(|| lost.then(untold))?;
             Some((local.stage, local.rank, reason))
         });
         let peers = self.peers.iter().filter_map(|peer| match &peer.link {
+            Link::Up if self.lost.contains(&(peer.stage, peer.rank)) => {
+                Some((peer.stage, peer.rank, untold()))
+            }
             Link::Up => None,
             Link::Away(reason) => Some((peer.stage, peer.rank, reason.clone())),
         });
@@ -222,19 +231,27 @@ impl Fanout {
             .iter()
             .map(|it| (it.stage, it.rank, &it.in_doubt));
         let doubting = local.chain(peers).filter(|(_, _, runs)| !runs.is_empty());
-        let mut pages = BTreeSet::new();
+        let mut all = Doubts::default();
         let mut ranks = Vec::new();
         for (stage, rank, runs) in doubting {
-            pages.extend(runs.iter().flat_map(|run| run.pages()));
-            let named: Vec<String> = runs.iter().map(ToString::to_string).collect();
-            let reason = format!("in doubt: {}", named.join(", "));
+            runs.iter().for_each(|run| all.insert(run));
+            let named: Vec<String> = runs
+                .iter()
+                .take(NAMED_STRETCHES)
+                .map(|run| run.to_string())
+                .collect();
+            let others = match runs.iter().nth(NAMED_STRETCHES) {
+                Some(_) => ", and others",
+                None => "",
+            };
+            let reason = format!("in doubt: {}{others}", named.join(", "));
             ranks.push(Suspect {
                 stage,
                 rank,
                 reason,
             });
         }
-        let pages = u32::try_from(pages.len()).unwrap_or(u32::MAX);
+        let pages = all.iter().map(PageRun::count).sum();
         match (fenced.is_empty(), ranks.is_empty()) {
             (false, _) => Health::Fenced {
                 ranks: fenced.into_iter().chain(ranks).collect(),
@@ -248,7 +265,8 @@ impl Fanout {
     /// Is every rank up, and without doubt? The same as a healthy [`health`](Self::health).
     #[must_use]
     pub fn is_healthy(&self) -> bool {
-        !self.local.as_ref().is_some_and(LocalRank::needs_resync)
+        self.lost.is_empty()
+            && !self.local.as_ref().is_some_and(LocalRank::needs_resync)
             && !self.peers.iter().any(Peer::needs_resync)
     }
 
@@ -404,7 +422,7 @@ impl Fanout {
             }
             (Phase::Local { .. }, RankAnswer::Headroom(pages)) => work.headroom = pages,
             (Phase::Local { .. }, RankAnswer::Resynced(Ok(Resynced { remade, in_doubt }))) => {
-                local.in_doubt = in_doubt.into_iter().collect();
+                local.in_doubt = in_doubt.iter().collect();
                 local.owed = After::NOTHING;
                 let (stage, rank) = (local.stage, local.rank);
                 if relied_on(&remade, &self.runs).is_some() {
@@ -520,9 +538,9 @@ impl Work {
     }
 }
 
-/// Does any of `runs` share a page with `run`?
-fn overlaps(runs: &BTreeSet<PageRun>, run: PageRun) -> bool {
-    runs.iter().any(|other| other.overlaps(run))
+/// Why a rank that is up does not count.
+fn untold() -> String {
+    "what its pages held is lost, and nobody was told yet".to_owned()
 }
 
 /// One of `runs` that somebody may rely on. On those that are asked about, for having been in doubt,
@@ -531,16 +549,13 @@ fn relied_on<'a>(
     runs: impl IntoIterator<Item = &'a PageRun>,
     asked: &[PageRun],
 ) -> Option<PageRun> {
+    let asked: Doubts = asked.iter().collect();
     let mut runs = runs.into_iter().copied();
-    runs.find(|run| !asked.iter().any(|other| other.overlaps(*run)))
+    runs.find(|run| !asked.overlaps(*run))
 }
 
 /// A run that a rank must have, that somebody may rely on, and of which the rank does not know
 /// whether it has it. A rank may have any other run in doubt and count, but not such a one.
-fn in_use_in_doubt(
-    wanted: &[PageRun],
-    in_doubt: &BTreeSet<PageRun>,
-    asked: &[PageRun],
-) -> Option<PageRun> {
-    relied_on(wanted.iter().filter(|run| overlaps(in_doubt, **run)), asked)
+fn in_use_in_doubt(wanted: &[PageRun], in_doubt: &Doubts, asked: &[PageRun]) -> Option<PageRun> {
+    relied_on(wanted.iter().filter(|run| in_doubt.overlaps(**run)), asked)
 }

@@ -68,6 +68,7 @@
 //!         pools: vec![ServedPool { pool, geometry, mapper: there.clone() }],
 //!         timeout,
 //!         orphan_timeout: timeout,
+//!         epochs: None,
 //!     },
 //! )?;
 //! let stop = server.stop_handle();
@@ -80,7 +81,6 @@
 //!         pool,
 //!         geometry,
 //!         topology: Topology::rank0_coordinates(2, &endpoints),
-//!         session: SessionId::fresh(),
 //!         timeout,
 //!     },
 //!     Some(here.clone()),
@@ -98,6 +98,7 @@
 
 mod broadcast;
 mod conversation;
+mod doubt;
 mod fanout;
 mod frame;
 mod name;

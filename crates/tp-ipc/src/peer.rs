@@ -1,10 +1,9 @@
 //! What the fan-out knows of one rank.
 
-use std::collections::BTreeSet;
-
-use kvcached_mapper::{After, Cause, Epoch, PageRun, PeerCause, Rank, Stage};
+use kvcached_mapper::{After, Cause, Epoch, PeerCause, Rank, Stage};
 
 use crate::Endpoint;
+use crate::doubt::Doubts;
 use crate::wire::{Failure, Hello};
 
 /// A remote rank, between operations and within one.
@@ -22,7 +21,7 @@ pub(crate) struct Peer {
     /// Has it done the batch under way?
     pub(crate) did: bool,
     /// Runs of which the rank, alive and honest, does not know whether it has them.
-    pub(crate) in_doubt: BTreeSet<PageRun>,
+    pub(crate) in_doubt: Doubts,
     /// What must have ended on it before it gives up what the others gave up while it was away.
     pub(crate) owed: After,
 }
@@ -35,7 +34,7 @@ pub(crate) struct LocalRank {
     /// Why it is not known which runs it has.
     pub(crate) suspect: Option<String>,
     /// As for a [`Peer`].
-    pub(crate) in_doubt: BTreeSet<PageRun>,
+    pub(crate) in_doubt: Doubts,
     /// As for a [`Peer`].
     pub(crate) owed: After,
 }
@@ -84,7 +83,7 @@ impl Peer {
             joined: false,
             asked: 0,
             did: false,
-            in_doubt: BTreeSet::new(),
+            in_doubt: Doubts::default(),
             owed: After::NOTHING,
         }
     }
@@ -146,12 +145,12 @@ impl Peer {
 }
 
 impl LocalRank {
-    pub(crate) const fn new(stage: Stage, rank: Rank) -> Self {
+    pub(crate) fn new(stage: Stage, rank: Rank) -> Self {
         Self {
             stage,
             rank,
             suspect: None,
-            in_doubt: BTreeSet::new(),
+            in_doubt: Doubts::default(),
             owed: After::NOTHING,
         }
     }

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcached_mapper::{Rank, Stage};
+use kvcached_mapper::{Epochs, Rank, Stage};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -40,6 +40,8 @@ pub struct ServerConfig {
     pub timeout: Duration,
     /// How long what is mapped outlives the connection of the coordinator that had it mapped.
     pub orphan_timeout: Duration,
+    /// What the mappers of the pools wait for, if the rank counts epochs.
+    pub epochs: Option<Arc<Epochs>>,
 }
 
 /// A rank that listens at an endpoint. Dropped, it takes its socket away.
@@ -89,9 +91,14 @@ impl Server {
             pools,
             timeout,
             orphan_timeout,
+            epochs,
         } = config;
         let rank =
             ServedRank::new(instance, stage, rank, pools).with_orphan_timeout(orphan_timeout);
+        let rank = match epochs {
+            Some(epochs) => rank.with_epochs(epochs),
+            None => rank,
+        };
         Self::serve(endpoint, rank, timeout)
     }
 

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use kvcached_mapper::{
-    After, Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Reconciled, Stage,
+    After, Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Reconciled, Stage,
 };
 use kvcached_tp_ipc::{Answer, Operation};
 use proptest::prelude::*;
@@ -640,4 +640,41 @@ fn broken_outweighs_full() {
     let error = batch(&mut engine, false, &runs(0b1), &faults).unwrap_err();
     assert_eq!(blamed(&error.cause), Some((Stage(0), Rank(2))));
     assert!(!error.is_full());
+}
+
+/// A loss is told by a reconciliation and by nothing else: until then nothing is mapped, whoever has
+/// brought the rank back.
+#[test]
+fn a_loss_fences_until_it_is_told() {
+    let mut engine = three_ranks();
+    batch(&mut engine, false, &runs(0b11), &Faults::default()).unwrap();
+    engine.replace(1);
+    let answer = engine.perform(Operation::Ready, &Faults::default());
+    assert_eq!(answer, Answer::Ready(Ok(Readiness::Ready)));
+    let at = (Stage(0), Rank(2));
+    assert_eq!(engine.suspects(), [at]);
+    assert!(engine.health().is_fenced());
+    let error = batch(&mut engine, false, &runs(0b100), &Faults::default()).unwrap_err();
+    let (stage, rank) = at;
+    assert_eq!(error, MapError::clean(Cause::Diverged { stage, rank }));
+    assert_eq!(reconcile(&mut engine, &[]).lost, [at]);
+    assert_eq!(engine.health(), Health::Healthy);
+    batch(&mut engine, false, &runs(0b100), &Faults::default()).unwrap();
+}
+
+/// Whoever names a run that some rank has in doubt learns which it is, and can name others.
+#[test]
+fn runs_in_doubt_are_named_to_whoever_asks_for_them() {
+    let mut engine = three_ranks();
+    let faults = Faults {
+        remote: vec![Fault::Fine, Fault::Refuses(Refusing::Full)],
+        remote_then: vec![Fault::Refuses(Refusing::Driver)],
+        ..Faults::default()
+    };
+    batch(&mut engine, false, &runs(0b1), &faults).unwrap_err();
+    engine.take_log();
+    let error = batch(&mut engine, false, &runs(0b111), &Faults::default()).unwrap_err();
+    assert_eq!(error.uncertain, runs(0b1));
+    assert_eq!(engine.take_log(), []);
+    batch(&mut engine, false, &runs(0b110), &Faults::default()).unwrap();
 }

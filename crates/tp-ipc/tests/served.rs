@@ -11,7 +11,7 @@ use kvcached_mapper::{
 };
 use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, ConnectError, Deadline, Endpoint, EndpointDir, GeometryDigest,
-    RuntimeDir, ServedPool, Server, ServerConfig, SessionId, StopHandle, Topology,
+    RuntimeDir, ServedPool, Server, ServerConfig, StopHandle, Topology,
 };
 use tempfile::TempDir;
 
@@ -212,6 +212,7 @@ pub(crate) fn server_config(
         pools,
         timeout,
         orphan_timeout: LONG,
+        epochs: None,
     }
 }
 
@@ -253,7 +254,6 @@ pub(crate) fn config(dir: &EndpointDir, topology: &Topology, timeout: Duration) 
         pool: POOL,
         geometry: geometry(),
         topology: topology.clone(),
-        session: SessionId::fresh(),
         timeout,
     }
 }

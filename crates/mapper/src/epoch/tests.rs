@@ -329,3 +329,19 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn epochs_of_an_earlier_coordinator_say_nothing_about_those_of_a_later() {
+    let epochs = Epochs::new(Duration::ZERO);
+    epochs.begin(7);
+    epochs.retire(Epoch(1000));
+    epochs.begin(7);
+    epochs.begin(3);
+    assert_eq!(epochs.retired(), Some(Epoch(1000)), "nobody new has come");
+    epochs.begin(8);
+    assert_eq!(epochs.retired(), None);
+    epochs.wait(Epoch(5)).unwrap_err();
+    epochs.retire(Epoch(5));
+    epochs.wait(Epoch(5)).unwrap();
+    epochs.wait(Epoch(6)).unwrap_err();
+}

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcached_mapper::{PoolId, Rank, RankMapper, Stage};
+use kvcached_mapper::{Epochs, PoolId, Rank, RankMapper, Stage};
 
 use super::transaction::PoolState;
 use crate::InstanceName;
@@ -33,6 +33,8 @@ pub struct ServedRank {
     pub(super) conversations: u64,
     /// How long what is mapped outlives the last conversation.
     orphan_timeout: Option<Duration>,
+    /// Those of the rank's work, which another coordinator numbers anew.
+    pub(super) epochs: Option<Arc<Epochs>>,
     /// Why it serves nobody.
     unable: Option<String>,
 }
@@ -54,6 +56,7 @@ impl ServedRank {
             pools: pools.into_iter().map(state).collect(),
             conversations: 0,
             orphan_timeout: None,
+            epochs: None,
             unable: None,
         }
     }
@@ -64,6 +67,15 @@ impl ServedRank {
     pub fn with_orphan_timeout(self, timeout: Duration) -> Self {
         Self {
             orphan_timeout: Some(timeout),
+            ..self
+        }
+    }
+
+    /// The same, whose mappers wait for these epochs: they begin anew with every coordinator.
+    #[must_use]
+    pub fn with_epochs(self, epochs: Arc<Epochs>) -> Self {
+        Self {
+            epochs: Some(epochs),
             ..self
         }
     }

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use kvcached_mapper::{After, Cause, MapError, PageRun, Readiness, Reconciled};
 
-use super::{Fanout, Phase, overlaps};
+use super::{Fanout, Phase};
 use crate::Answer;
+use crate::doubt::Doubts;
 use crate::operation::Kind;
 use crate::peer::{Link, LocalRank, Peer, Turn};
 use crate::wire::{self, Verb};
@@ -17,8 +18,9 @@ impl Fanout {
         match kind {
             Kind::Map | Kind::Unmap(_) if self.runs.is_empty() => Some(Answer::Batch(Ok(()))),
             Kind::Map | Kind::Unmap(_) => {
-                let cause = self.obstacle(kind).or_else(|| self.mistake(kind))?;
-                Some(kind.refused(cause))
+                let obstacle = self.obstacle(kind).map(MapError::clean);
+                let error = obstacle.or_else(|| self.mistake(kind))?;
+                Some(kind.failed(error))
             }
             Kind::Ready | Kind::Headroom => self.obstacle(kind).map(|cause| kind.refused(cause)),
             Kind::Reconcile if self.is_healthy() => Some(Answer::Reconciled(Ok(self.tell()))),
@@ -38,32 +40,46 @@ impl Fanout {
         if kind.joins() {
             return None;
         }
+        if let Some(&(stage, rank)) = self.lost.first()
+            && kind == Kind::Map
+        {
+            // Whoever maps may think that all others hold what they held.
+            return Some(Cause::Diverged { stage, rank });
+        }
         self.peers
             .iter()
             .find_map(|peer| peer.obstacle(kind.name()))
     }
 
-    /// Why the batch under way contradicts what is agreed on, if it does.
-    pub(super) fn mistake(&self, kind: Kind) -> Option<Cause> {
-        let local = self.local.iter().map(|local| &local.in_doubt);
-        let in_doubt: Vec<_> = local
-            .chain(self.peers.iter().map(|peer| &peer.in_doubt))
-            .filter(|runs| !runs.is_empty())
-            .collect();
+    /// Why the batch under way contradicts what is agreed on, if it does. Runs that some rank has in
+    /// doubt are uncertain, so that the caller does not come back with the same ones.
+    pub(super) fn mistake(&self, kind: Kind) -> Option<MapError> {
+        let call = kind.name();
+        let in_doubt = self.doubts();
+        let doubted = |run: &PageRun| in_doubt.iter().any(|doubts| doubts.overlaps(*run));
+        let uncertain: Vec<PageRun> = self.runs.iter().copied().filter(doubted).collect();
+        if let Some(&run) = uncertain.first() {
+            let found = "it is in doubt on some rank, at least in part";
+            let cause = Cause::State { call, run, found };
+            return Some(MapError { cause, uncertain });
+        }
         self.runs.iter().find_map(|&run| {
             let found = match kind {
-                _ if in_doubt.iter().any(|runs| overlaps(runs, run)) => {
-                    "it is in doubt on some rank, at least in part"
-                }
                 Kind::Map if self.agreed.overlapping(run).is_some() => {
                     "it is mapped already, at least in part"
                 }
                 Kind::Unmap(_) if !self.agreed.contains(run) => "it was not mapped so",
                 _ => return None,
             };
-            let call = kind.name();
-            Some(Cause::State { call, run, found })
+            Some(MapError::clean(Cause::State { call, run, found }))
         })
+    }
+
+    /// What each rank has in doubt, where there is anything.
+    fn doubts(&self) -> Vec<&Doubts> {
+        let local = self.local.iter().map(|local| &local.in_doubt);
+        let peers = self.peers.iter().map(|peer| &peer.in_doubt);
+        local.chain(peers).filter(|it| !it.is_empty()).collect()
     }
 
     /// Somebody is to be told all agreed runs.
@@ -236,12 +252,8 @@ impl Fanout {
 
     /// What is true of the runs that were asked about, now that every rank counts.
     pub(super) fn tell(&mut self) -> Reconciled {
-        let local = self.local.iter().map(|local| &local.in_doubt);
-        let in_doubt: Vec<_> = local
-            .chain(self.peers.iter().map(|peer| &peer.in_doubt))
-            .filter(|runs| !runs.is_empty())
-            .collect();
-        let known = |run: &&PageRun| !in_doubt.iter().any(|runs| overlaps(runs, **run));
+        let in_doubt = self.doubts();
+        let known = |run: &&PageRun| !in_doubt.iter().any(|doubts| doubts.overlaps(**run));
         let (mapped, cold) = self
             .runs
             .iter()

@@ -1,11 +1,11 @@
 //! What a rank said, or that it is gone.
 
-use std::collections::BTreeSet;
 use std::mem;
 
-use kvcached_mapper::{After, Cause, MapError, NotReady, PageRun, PeerCause};
+use kvcached_mapper::{After, Cause, MapError, NotReady, PeerCause};
 
-use super::{Fanout, PeerIndex, Phase, in_use_in_doubt, overlaps, relied_on};
+use super::{Fanout, PeerIndex, Phase, in_use_in_doubt, relied_on};
+use crate::doubt::Doubts;
 use crate::operation::Kind;
 use crate::peer::{Link, Peer, Turn};
 use crate::wire::{self, Failure, Refusal, Reply, Runs, RunsDigest, WireError, WorkerMessage};
@@ -85,9 +85,9 @@ impl Fanout {
                 remade,
                 in_doubt: Runs(in_doubt),
             } => {
-                let in_doubt: BTreeSet<PageRun> = in_doubt.iter().copied().collect();
+                let in_doubt: Doubts = in_doubt.iter().collect();
                 let has = self.wanted.iter().copied();
-                let has = has.filter(|&run| !overlaps(&in_doubt, run));
+                let has = has.filter(|&run| !in_doubt.overlaps(run));
                 if digest != RunsDigest::new(has) {
                     let reason = "it has other runs than it was told to have".to_owned();
                     return self.lose(index, PeerCause::Protocol { reason });
