@@ -32,6 +32,8 @@ pub(crate) enum Stroke {
     Both(i32),
     /// This process is stopped until somebody lets it go on.
     Stop,
+    /// First that process is killed, then this one stopped.
+    KillAndStop(i32),
     /// The call fails and does nothing; only before a call that can fail.
     Refuse,
 }
@@ -84,6 +86,7 @@ impl fmt::Display for Stroke {
             Self::Kill(process) => write!(f, "kill:{process}"),
             Self::Both(process) => write!(f, "both:{process}"),
             Self::Stop => f.write_str("stop"),
+            Self::KillAndStop(process) => write!(f, "kill-and-stop:{process}"),
             Self::Refuse => f.write_str("refuse"),
         }
     }
@@ -100,6 +103,7 @@ impl FromStr for Stroke {
                 match what {
                     "kill" => Ok(Self::Kill(process)),
                     "both" => Ok(Self::Both(process)),
+                    "kill-and-stop" => Ok(Self::KillAndStop(process)),
                     _ => Err(unknown()),
                 }
             }

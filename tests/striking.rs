@@ -57,6 +57,10 @@ impl Striking {
                 raise(Signal::SIGKILL);
             }
             Stroke::Stop => raise(Signal::SIGSTOP),
+            Stroke::KillAndStop(other) => {
+                end(other);
+                raise(Signal::SIGSTOP);
+            }
             Stroke::Refuse => {
                 let epoch = Epoch(0);
                 return Err(MapError::clean(match point {

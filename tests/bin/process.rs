@@ -3,7 +3,8 @@
 //!
 //! Arguments: `rank`, `coordinator` or `impostor`, runtime directory, instance, stage, rank (for a coordinator:
 //! stages, ranks of a stage), bytes of its device (0: a coordinator without a rank), milliseconds of
-//! the IPC time-out, milliseconds until an orphan lets go; for a rank perhaps a point and a stroke, for an impostor its manner.
+//! the IPC time-out, milliseconds until an orphan lets go; for a rank perhaps a point and a stroke, for an impostor its manner;
+//! a coordinator that is `gated` begins with the first line that it is given.
 //!
 //! It says `ready`, or why not, and answers each line on its standard input by one, until that ends.
 #![expect(clippy::print_stdout, reason = "standard output is how it answers")]
@@ -100,7 +101,12 @@ fn main() -> Result<(), Failure> {
     }
     match (role.as_str(), part) {
         ("rank", Some(part)) => serve(&arguments, &part),
-        ("coordinator", part) => schedule(&arguments, part.as_ref()),
+        ("coordinator", part) => {
+            if stroke == ["gated"] {
+                std::io::stdin().lock().read_line(&mut String::new())?;
+            }
+            schedule(&arguments, part.as_ref())
+        }
         _ => Err(format!("no such role: {role}").into()),
     }
 }

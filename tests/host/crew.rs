@@ -2,7 +2,7 @@
 //! panic that says which process did not answer.
 #![expect(clippy::panic, reason = "so ends the test that asked")]
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -85,14 +85,14 @@ impl Engine {
     pub(crate) fn rank_that_strikes(&self, rank: u16, stroke: &[String]) -> Process {
         let words = ["rank", "0", &rank.to_string()];
         let process = self.start(words, DEVICE_BYTES, stroke);
-        process.expect("a rank needs only its socket")
+        process.ready().expect("a rank needs only its socket")
     }
 
     /// What listens where a rank should; see the manners of impostors.
     pub(crate) fn impostor(&self, rank: u16, manner: &str) -> Process {
         let words = ["impostor", "0", &rank.to_string()];
         let process = self.start(words, 0, &[manner.to_owned()]);
-        process.expect("an impostor needs only its socket")
+        process.ready().expect("an impostor needs only its socket")
     }
 
     /// A coordinator all of whose ranks are there.
@@ -102,9 +102,18 @@ impl Engine {
 
     /// A coordinator, or what it says instead of being ready.
     pub(crate) fn try_coordinator(&self) -> Result<Process, String> {
+        self.start_coordinator(&[]).ready()
+    }
+
+    /// A process that becomes a coordinator once it is told anything.
+    pub(crate) fn gated_coordinator(&self) -> Process {
+        self.start_coordinator(&["gated".to_owned()])
+    }
+
+    fn start_coordinator(&self, more: &[String]) -> Process {
         let device_bytes = if self.rank0 { DEVICE_BYTES } else { 0 };
         let words = ["coordinator", "1", &self.tp.to_string()];
-        self.start(words, device_bytes, &[])
+        self.start(words, device_bytes, more)
     }
 
     /// Where a rank listens.
@@ -117,24 +126,19 @@ impl Engine {
         self.folder.path().join(NAME)
     }
 
-    fn start(
-        &self,
-        [role, stage, rank]: [&str; 3],
-        device_bytes: u64,
-        stroke: &[String],
-    ) -> Result<Process, String> {
+    fn start(&self, [role, stage, rank]: [&str; 3], device_bytes: u64, more: &[String]) -> Process {
         let millis = |time: Duration| time.as_millis().to_string();
         let mut arguments = vec![role.to_owned(), path(self.folder.path()), NAME.to_owned()];
         arguments.extend([stage.to_owned(), rank.to_owned(), device_bytes.to_string()]);
         arguments.extend([millis(self.ipc_timeout), millis(self.orphan_timeout)]);
-        arguments.extend_from_slice(stroke);
-        Process::start(&arguments)
+        arguments.extend_from_slice(more);
+        Process::spawn(&arguments)
     }
 }
 
 impl Process {
-    /// Starts one and waits until it is ready, or says why it is not.
-    pub(crate) fn start(arguments: &[String]) -> Result<Self, String> {
+    /// Starts one, and does not wait for it.
+    fn spawn(arguments: &[String]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_process"))
             .args(arguments)
             .stdin(Stdio::piped())
@@ -145,26 +149,28 @@ impl Process {
         let orders = child.stdin.take();
         let answers = BufReader::new(child.stdout.take().expect("asked for as a pipe"));
         let name = format!("{} {}", arguments[0], arguments[4]);
-        let mut process = Self {
+        Self {
             name,
             child,
             orders,
             answers,
-        };
-        match process.answer() {
-            Some(word) if word == "ready" => Ok(process),
-            Some(word) => Err(word),
-            None => {
-                let mut words = String::new();
-                let error = process.child.stderr.as_mut().expect("asked for as a pipe");
-                std::io::Read::read_to_string(error, &mut words).expect("it has ended");
-                Err(words)
-            }
         }
     }
 
-    pub(crate) fn id(&self) -> u32 {
-        self.child.id()
+    /// Waits until it is ready, or says why it is not.
+    pub(crate) fn ready(mut self) -> Result<Self, String> {
+        if self.answer().as_deref() == Some("ready") {
+            return Ok(self);
+        }
+        let mut words = String::new();
+        let error = self.child.stderr.as_mut().expect("asked for as a pipe");
+        error.read_to_string(&mut words).expect("it has ended");
+        Err(words)
+    }
+
+    /// Its number, as signals have it.
+    pub(crate) fn id(&self) -> i32 {
+        i32::try_from(self.child.id()).expect("a process number")
     }
 
     /// Its answer; `None` if it ends instead.
@@ -236,7 +242,7 @@ impl Process {
     }
 
     fn pid(&self) -> Pid {
-        Pid::from_raw(i32::try_from(self.id()).expect("a process number"))
+        Pid::from_raw(self.id())
     }
 
     fn answer(&mut self) -> Option<String> {
@@ -298,6 +304,14 @@ pub(crate) fn within<T>(bound: Duration, what: &str, mut ask: impl FnMut() -> Op
         // Whoever is waited for needs the processor.
         poll(&mut [], PollTimeout::from(1u8)).expect("nothing to wait for but time");
     }
+}
+
+/// Lets so much time go by.
+pub(crate) fn pass(time: Duration) {
+    let then = Deadline::after(time);
+    within(time * 2 + RECOVERY, "time passes", || {
+        then.is_over().then_some(())
+    });
 }
 
 fn path(path: &Path) -> String {
