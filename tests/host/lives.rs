@@ -1,12 +1,14 @@
 //! What outlives a process: nothing that it held, and what it had mapped elsewhere only so long.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
 
 use kvcached_tp_ipc::Deadline;
 use nix::sys::signal::Signal;
 
 use crate::crew::{DEVICE_BYTES, Engine, Process, RECOVERY, order, pass, within};
+use crate::strike::{Call, Point, Stroke};
 
 const ORPHAN_TIMEOUT: Duration = Duration::from_millis(400);
 
@@ -50,6 +52,43 @@ fn what_a_dead_coordinator_had_mapped_is_released_after_its_time_and_the_next_on
     assert_eq!(coordinator.told(&order("free", &held)), "freed");
     coordinator.end();
     ranks.into_iter().for_each(Process::end);
+}
+
+#[test]
+fn a_rank_struck_while_it_releases_what_nobody_came_for_is_served_all_the_same() {
+    for point in [Point::Before(Call::Resync), Point::After(Call::Resync)] {
+        for stroke in [Stroke::Die, Stroke::Stop] {
+            let row = format!("{point}, {stroke}");
+            let engine = orphaned_soon();
+            let mut ranks = engine.ranks();
+            let mut coordinator = engine.coordinator();
+            coordinator.alloc(30);
+            ranks[0].told(&format!("strike {point} {stroke}"));
+            coordinator.kill();
+            let mut next = engine.gated_coordinator();
+            match stroke {
+                Stroke::Die => {
+                    assert_eq!(ranks[0].ended().signal(), Some(9), "{row}");
+                    ranks[0] = engine.rank(0);
+                    next.tell("begin");
+                }
+                _ => {
+                    ranks[0].stopped();
+                    next.tell("begin");
+                    ranks[0].signal(Signal::SIGCONT);
+                }
+            }
+            let mut next = next.ready().expect(&row);
+            for rank in &mut ranks {
+                assert_eq!(rank.told("mapped"), "0+1", "{row}");
+            }
+            assert_eq!(next.alloc(30).len(), 30, "{row}");
+            assert_eq!(ranks[1].told("mapped"), ranks[0].told("mapped"), "{row}");
+            next.end();
+            assert_eq!(ranks[0].memory(), DEVICE_BYTES, "{row}");
+            ranks.into_iter().for_each(Process::end);
+        }
+    }
 }
 
 /// Its connections are there, however long it says nothing.

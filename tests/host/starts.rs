@@ -1,7 +1,7 @@
 //! The start of a scheduler whose reserve is kept by a thread from the first moment on.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -22,6 +22,9 @@ use crate::ranks::{POOL, WorkerProcess, folder, spec};
 struct Delayed {
     inner: Arc<dyn Mapper>,
     seed: AtomicU64,
+    /// Delays that are left: a start is delayed, and not all that comes after it, since to yield
+    /// on a busy machine takes long.
+    delays: AtomicU32,
     mapped: Mutex<BTreeSet<PageId>>,
     /// Pages that were mapped twice, or unmapped without being mapped.
     wrong: Mutex<Vec<PageId>>,
@@ -29,11 +32,18 @@ struct Delayed {
 
 impl Delayed {
     fn delay(&self) {
+        let one_less = |left: u32| left.checked_sub(1);
+        let left = self
+            .delays
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less);
+        if left.is_err() {
+            return;
+        }
         let next = |seed: u64| Some(scramble(seed));
         let (Ok(seed) | Err(seed)) =
             self.seed
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
-        for _ in 0..(seed >> 33) % 64 {
+        for _ in 0..(seed >> 33) % 4 {
             std::thread::yield_now();
         }
     }
@@ -136,6 +146,7 @@ fn the_null_block_is_block_0_and_no_page_is_given_twice_however_a_start_is_delay
         let delayed = Arc::new(Delayed {
             inner: ranks,
             seed: AtomicU64::new(scramble(seed)),
+            delays: AtomicU32::new(12),
             mapped: Mutex::default(),
             wrong: Mutex::default(),
         });
