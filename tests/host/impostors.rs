@@ -90,7 +90,8 @@ fn an_impostor_in_a_ranks_place_keeps_the_pool_fenced_until_the_rank_is_back() {
         impostor.kill();
         ranks[1] = engine.rank(1);
         within(RECOVERY, manner, || {
-            (coordinator.told("health") == "healthy").then_some(())
+            let known = coordinator.told("health") == "healthy";
+            (known && coordinator.told("lost") != "0").then_some(())
         });
         assert_eq!(coordinator.told("lost"), "1", "{manner}");
         assert_eq!(ranks[1].told("mapped"), before, "{manner}");

@@ -7,7 +7,7 @@ use std::time::Duration;
 use kvcached_tp_ipc::Deadline;
 use nix::sys::signal::Signal;
 
-use crate::crew::{DEVICE_BYTES, Engine, Process, RECOVERY, order, pass, within};
+use crate::crew::{DEVICE_BYTES, Engine, PAGE_BYTES, Process, RECOVERY, order, pass, within};
 use crate::strike::{Call, Point, Stroke};
 
 const ORPHAN_TIMEOUT: Duration = Duration::from_millis(400);
@@ -152,4 +152,69 @@ fn after_everything_was_killed_an_engine_starts_again_as_if_nothing_had_been() {
     ranks.into_iter().for_each(Process::end);
     let left = fs::read_dir(engine.folder.path()).expect("a folder of this test");
     assert_eq!(left.count(), 0, "not even the directory");
+}
+
+#[test]
+fn memory_goes_back_while_a_rank_is_away_and_the_rank_comes_back_without_it() {
+    let engine = Engine::new();
+    let mut ranks = engine.ranks();
+    let mut coordinator = engine.coordinator();
+    let kept = coordinator.alloc(9);
+    let given_back = coordinator.alloc(40);
+    ranks[1].told(&order("write", &kept));
+    let all = ranks[1].memory();
+    ranks[0].kill();
+    within(RECOVERY, "the rank is missed", || {
+        let health = coordinator.told("health");
+        health.starts_with("fenced").then_some(())
+    });
+    assert_eq!(coordinator.told(&order("free", &given_back)), "freed");
+    let trimmed = coordinator.told("trim");
+    assert_eq!(trimmed, "10", "nothing else is on these pages");
+    assert_eq!(ranks[1].memory(), all + 10 * PAGE_BYTES);
+    assert!(coordinator.told("health").starts_with("fenced"));
+    ranks[0] = engine.rank(0);
+    within(RECOVERY, "every rank is known again", || {
+        let known = coordinator.told("health") == "healthy";
+        (known && coordinator.told("lost") != "0").then_some(())
+    });
+    assert_eq!(coordinator.told("lost"), "1");
+    assert_eq!(ranks[0].told("mapped"), ranks[1].told("mapped"));
+    assert_eq!(ranks[1].told(&order("holds", &kept)), "true");
+    coordinator.end();
+    ranks.into_iter().for_each(Process::end);
+}
+
+#[test]
+fn a_rank_that_dies_again_and_again_before_it_is_known_is_one_loss() {
+    let engine = Engine::new();
+    let mut ranks = engine.ranks();
+    let mut coordinator = engine.coordinator();
+    let held = coordinator.alloc(9);
+    ranks[1].told(&order("write", &held));
+    ranks[0].kill();
+    for life in 0..6 {
+        let point = match life % 2 {
+            0 => Point::Before(Call::Resync),
+            _ => Point::After(Call::Resync),
+        };
+        let words = [point.to_string(), Stroke::Die.to_string()];
+        ranks[0] = engine.rank_that_strikes(0, &words);
+        assert_eq!(ranks[0].ended().signal(), Some(9), "life {life}");
+        // Not at once: it may still be amid the attempt that brought this one's end.
+        within(RECOVERY, "the rank is missed", || {
+            let health = coordinator.told("health");
+            health.starts_with("fenced").then_some(())
+        });
+    }
+    ranks[0] = engine.rank(0);
+    within(RECOVERY, "every rank is known again", || {
+        let known = coordinator.told("health") == "healthy";
+        (known && coordinator.told("lost") != "0").then_some(())
+    });
+    assert_eq!(coordinator.told("lost"), "1");
+    assert_eq!(ranks[0].told("mapped"), ranks[1].told("mapped"));
+    assert_eq!(ranks[1].told(&order("holds", &held)), "true");
+    coordinator.end();
+    ranks.into_iter().for_each(Process::end);
 }

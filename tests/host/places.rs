@@ -3,6 +3,7 @@
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
@@ -86,6 +87,29 @@ fn a_place_that_is_not_ours_alone_ends_the_start_of_every_process() {
             fails_saying(&mut command, &[path, word], word);
         }
     }
+}
+
+/// That a connection of another user is refused where it does get through is tested with sockets.
+#[test]
+fn another_user_does_not_even_get_to_see_the_socket() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can start a process of another user");
+        return;
+    }
+    let folder = folder();
+    // A place that both can reach.
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("it is ours");
+    let place = folder.path().join("place");
+    let _worker = WorkerProcess::start(&place, "engine", (0, 0), DEVICE, LAYOUT);
+    let sees = |uid, path: &Path| {
+        let mut test = Command::new("test");
+        let status = test.arg("-e").arg(path).uid(uid).current_dir("/").status();
+        status.expect("every system has it").success()
+    };
+    let socket = place.join("engine/s0-r0.sock");
+    assert!(sees(0, &socket));
+    assert!(sees(NOBODY, &place), "up to here anybody gets");
+    assert!(!sees(NOBODY, &socket));
 }
 
 /// Needs a disk of its own to fill, so it needs root, and a system that lets root mount one.
