@@ -12,7 +12,6 @@ use std::sync::Arc;
 use kvcached_mapper::{After, Epoch, MapError, Mapper, PageId, PageRun, Suspect};
 
 pub use self::repair::Repaired;
-use self::unmap::Insist;
 use crate::limit::{LimitBook, Request};
 use crate::runs::Idle;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
@@ -236,10 +235,10 @@ impl PageAllocator {
     /// Takes pages back. Their memory stays, ready for the next allocation, and goes no sooner than
     /// what `after` names has ended, and what each of its pages was freed after since it got it.
     ///
-    /// If more is backed than the limit allows, wholly idle runs are unmapped right here. A failure
-    /// of that is logged and shows in [`usage`](Self::usage); the pages are free all the same. The
-    /// mapper is asked once for runs whose epoch has not retired, and not again, in vain, with every
-    /// free before another epoch has.
+    /// If more is backed than the limit allows, wholly idle runs whose epoch has retired are unmapped
+    /// right here. A failure of that is logged and shows in [`usage`](Self::usage); the pages are
+    /// free all the same. Runs in flight are left to [`replenish`](Self::replenish): who frees is
+    /// mostly who launches work, and is not to wait for it.
     ///
     /// # Errors
     /// A page that is not in use, or is named twice; then no page of the call was taken back.
@@ -249,7 +248,7 @@ impl PageAllocator {
             Ok(books.table.excess())
         })?;
         if excess > 0 {
-            self.shrink_and_log(Insist::Once);
+            self.shrink_and_log(&[Idle::Retired]);
         }
         Ok(())
     }
@@ -266,8 +265,10 @@ impl PageAllocator {
 
     /// One bounded step towards a pool that keeps to its limit and has between
     /// [`Reserve::min`] and [`Reserve::max`] warm pages. Somebody calls this now and then, from a
-    /// thread of its own; while [`Replenished::more`], at once again. Leaves runs whose epoch has not
-    /// retired where they are, and maps nothing while a rank is fenced.
+    /// thread of its own; while [`Replenished::more`], at once again. Maps nothing while a rank is
+    /// fenced. Runs whose epoch has not retired, as far as is known here, are asked for only above
+    /// the limit, and, if a rank then refuses, not again before another epoch has retired or a
+    /// [`repair`](Self::repair) came by.
     ///
     /// # Errors
     /// What the mapper answered, except that it is full, which is in [`Replenished::full`]; or that a
@@ -283,7 +284,10 @@ impl PageAllocator {
             (fence.is_some(), above(table), table.count(PageState::Warm))
         });
         if excess > 0 {
-            let step = self.unmap_step(Idle::Retired, above)?;
+            let mut step = self.unmap_step(Idle::Retired, above)?;
+            if step.pages == 0 && self.with_books(|books| books.may_ask()) {
+                step = self.unmap_step(Idle::InFlight, PageTable::excess)?;
+            }
             if step.pages > 0 {
                 return Ok(Replenished {
                     unmapped: step.pages,
@@ -341,7 +345,7 @@ impl PageAllocator {
         match request {
             Request::Refused(status) => Ok(status),
             Request::InForce => {
-                self.shrink_and_log(Insist::Always);
+                self.shrink_and_log(&[Idle::Retired, Idle::InFlight]);
                 Ok(self.limit_status())
             }
         }
@@ -434,7 +438,7 @@ impl PageAllocator {
         // A limit may have come while the call was under way. Pages on demand go to their owner
         // all the same, but a reserve beyond it goes back.
         if excess > 0 {
-            self.shrink_and_log(Insist::Once);
+            self.shrink_and_log(&[Idle::Retired]);
         }
         result.map_err(|error| match error.is_full() {
             true => AllocError::Full(FullReason::DeviceMemory),
@@ -497,6 +501,11 @@ impl PageAllocator {
 }
 
 impl Books {
+    /// May runs in flight be asked for, since they are above the limit and were not refused?
+    fn may_ask(&self) -> bool {
+        !self.in_flight && self.table.excess() > 0
+    }
+
     fn available(&self) -> u32 {
         match self.fence {
             None => self.table.available(),

@@ -2,9 +2,9 @@
 
 use kvcached_mapper::{Health, MapError, PageRun, Rank, Reconciled, Stage, Suspect};
 
-use super::unmap::Insist;
 use super::{Books, PageAllocator};
 use crate::PageState;
+use crate::runs::Idle;
 use crate::sync::Ordering;
 use crate::table::Doubt;
 
@@ -26,7 +26,8 @@ pub struct Repaired {
 impl PageAllocator {
     /// Has the mapper mend what is in doubt, and takes pages whose state is known again out of
     /// quarantine. One attempt, which may wait for other processes: who wants more calls again, best
-    /// from a thread of its own. If a rank has no memory for what it must have, idle pages are given
+    /// from a thread of its own; while another thread is at it, nothing is done here. If a rank has no
+    /// memory for what it must have, idle pages are given
     /// up first, so that it needs less.
     ///
     /// # Errors
@@ -40,10 +41,25 @@ impl PageAllocator {
     }
 
     fn try_repair(&self) -> Result<Repaired, MapError> {
-        let doubts: Vec<Doubt> = self.with_books(|books| {
+        let begun = self.with_books(|books| {
+            if books.repairs > 0 {
+                return None;
+            }
             books.repairs += 1;
-            books.table.quarantined().collect()
+            // A rank may know by itself what has ended; a repair comes by at a measured pace.
+            books.in_flight = false;
+            Some(books.table.quarantined().collect())
         });
+        let Some(doubts): Option<Vec<Doubt>> = begun else {
+            // Another thread is at it. What it asks about is what is in doubt now; a second one
+            // might ask about runs that are in use again by then.
+            return Ok(Repaired {
+                cold: 0,
+                warm: 0,
+                lost: Vec::new(),
+                health: self.health(),
+            });
+        };
         let runs: Vec<PageRun> = doubts.iter().map(|doubt| doubt.run).collect();
         let result = self.mapper.reconcile(&runs);
         let lost = result.as_ref().is_ok_and(|done| !done.lost.is_empty());
@@ -51,7 +67,7 @@ impl PageAllocator {
             // Before the fence may fall, and under the lock, so that who is handed pages again can
             // know.
             if lost {
-                self.contents_lost.fetch_add(1, Ordering::Relaxed);
+                self.contents_lost.fetch_add(1, Ordering::Release);
             }
             books.repairs -= 1;
         });
@@ -74,7 +90,7 @@ impl PageAllocator {
             (cold, warm, table.excess())
         });
         if excess > 0 {
-            self.shrink_and_log(Insist::Once);
+            self.shrink_and_log(&[Idle::Retired]);
         }
         Ok(Repaired {
             cold,
@@ -96,7 +112,7 @@ impl PageAllocator {
     /// Was a rank fenced at the last look? Reads one flag, without a lock.
     #[inline]
     pub fn is_fenced(&self) -> bool {
-        self.fenced.load(Ordering::Relaxed)
+        self.fenced.load(Ordering::Acquire)
     }
 
     /// The ranks that were fenced at the last look, and why; empty if none was.
@@ -109,7 +125,7 @@ impl PageAllocator {
     /// without a lock.
     #[inline]
     pub fn contents_lost(&self) -> u64 {
-        self.contents_lost.load(Ordering::Relaxed)
+        self.contents_lost.load(Ordering::Acquire)
     }
 
     /// Looks at the mapper's health, and raises the fence, or lowers it if no repair is under way.
@@ -128,7 +144,7 @@ impl PageAllocator {
                         Health::Healthy | Health::Degraded { .. } if books.repairs > 0 => {}
                         Health::Healthy | Health::Degraded { .. } => books.fence = None,
                     }
-                    self.fenced.store(books.fence.is_some(), Ordering::Relaxed);
+                    self.fenced.store(books.fence.is_some(), Ordering::Release);
                 }
                 looks = books.looks;
                 mine

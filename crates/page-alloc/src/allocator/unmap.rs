@@ -6,14 +6,6 @@ use super::{Books, PageAllocator, STEP_RUNS, pages_in};
 use crate::runs::Idle;
 use crate::table::PageTable;
 
-/// Whether to ask the mapper for runs in flight again, which may wait for a while.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Insist {
-    /// Not if it refused, and no epoch has retired since.
-    Once,
-    Always,
-}
-
 /// What one call of the mapper took away.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Unmapped {
@@ -70,21 +62,18 @@ impl PageAllocator {
         }
     }
 
-    /// Unmaps wholly idle runs until the limit is kept or there are none. For callers whose own work
-    /// succeeded whatever becomes of it.
-    pub(super) fn shrink_and_log(&self, insist: Insist) {
-        if let Err(error) = self.shrink(insist) {
+    /// Unmaps wholly idle runs of these kinds until the limit is kept or there are none. For callers
+    /// whose own work succeeded whatever becomes of it.
+    pub(super) fn shrink_and_log(&self, kinds: &[Idle]) {
+        let shrink = || -> Result<(), MapError> {
+            for &which in kinds {
+                while self.unmap_step(which, PageTable::excess)?.pages > 0 {}
+            }
+            Ok(())
+        };
+        if let Err(error) = shrink() {
             tracing::warn!(%error, "idle pages above the limit were not unmapped");
         }
-    }
-
-    fn shrink(&self, insist: Insist) -> Result<(), MapError> {
-        while self.unmap_step(Idle::Retired, PageTable::excess)?.pages > 0 {}
-        let refused = self.with_books(|books| books.in_flight);
-        if insist == Insist::Always || !refused {
-            while self.unmap_step(Idle::InFlight, PageTable::excess)?.pages > 0 {}
-        }
-        Ok(())
     }
 }
 

@@ -255,11 +255,13 @@ proptest! {
                     "a retired run does not wait with others: {:?}", afters
                 );
             }
-            // Retired runs go first, and by the background only they do.
+            // Retired runs go first; others only above the limit, and never because of a free.
             let waited = seen.unmaps.iter().position(|(unmap, _)| in_flight(&unmap.after));
             if let Some(first) = waited {
                 prop_assert!(seen.unmaps[first..].iter().all(|(unmap, _)| in_flight(&unmap.after)));
-                prop_assert!(!matches!(step.op, Op::Replenish));
+                let deferred = matches!(seen.before.limit_status, LimitStatus::Deferred { .. });
+                prop_assert!(deferred || !matches!(step.op, Op::Replenish));
+                prop_assert!(!matches!(seen.outcome, Outcome::Free(_)));
                 let used = |page| drive.owned.contains(&page);
                 let retired = |run: &PageRun| !run.pages().any(used) && !in_flight(&drive.after(*run));
                 prop_assert!(seen.faulty || !drive.pool.mapper.mapped().iter().any(retired));
