@@ -182,6 +182,9 @@ impl Config {
         let settings = Settings {
             lookup: |name: &str| lookup(name).filter(|v| !v.is_empty()),
         };
+        let ipc_timeout = settings
+            .parse("KVCACHED_IPC_TIMEOUT", seconds)?
+            .unwrap_or(Duration::from_secs(60));
         Ok(Self {
             runtime_dir: settings.runtime_dir(ids.uid)?,
             instance: settings
@@ -199,15 +202,15 @@ impl Config {
                 .unwrap_or(Cold::Unbacked),
             reserve: settings.reserve()?,
             max_run: settings.max_run()?,
-            ipc_timeout: settings
-                .parse("KVCACHED_IPC_TIMEOUT", seconds)?
-                .unwrap_or(Duration::from_secs(60)),
+            ipc_timeout,
             orphan_timeout: settings
-                .parse("KVCACHED_ORPHAN_TIMEOUT", long_seconds)?
-                .unwrap_or(Duration::from_secs(30)),
+                .parse("KVCACHED_ORPHAN_TIMEOUT", |word| {
+                    orphan_seconds(word, ipc_timeout)
+                })?
+                .unwrap_or(2 * ipc_timeout + Duration::from_secs(30)),
             retire_timeout: settings
                 .parse("KVCACHED_RETIRE_TIMEOUT", seconds)?
-                .unwrap_or(Duration::from_secs(1)),
+                .unwrap_or(Duration::from_millis(50)),
             ready_timeout: settings
                 .parse("KVCACHED_READY_TIMEOUT", seconds)?
                 .unwrap_or(Duration::from_secs(60)),
@@ -414,9 +417,11 @@ fn seconds(word: &str) -> Option<Duration> {
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
 }
 
-/// The same, but long against the pauses between two attempts to come back.
-fn long_seconds(word: &str) -> Option<Duration> {
-    seconds(word).filter(|&timeout| timeout >= Duration::from_secs(1))
+/// The same, but longer than a coordinator may need to come back: an operation waits for a rank that
+/// hangs once for it to answer, and once for it to undo.
+fn orphan_seconds(word: &str, ipc_timeout: Duration) -> Option<Duration> {
+    let least = Duration::from_secs(1);
+    seconds(word).filter(|&timeout| timeout >= least && timeout > 2 * ipc_timeout)
 }
 
 impl FromStr for Device {

@@ -42,6 +42,9 @@ struct Flags {
 /// Shortest time between two looks that nobody asked for.
 const MIN_EVERY: Duration = Duration::from_millis(1);
 
+/// Longest such time, which any clock can add.
+const MAX_EVERY: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// Pause after the first vain attempt to bring a rank back; it doubles with every further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 
@@ -92,7 +95,10 @@ impl Keeper {
         wake.nudge();
         let thread = std::thread::Builder::new()
             .name("kvcached-keeper".to_owned())
-            .spawn(move || run(&mut pools, &flags, &receiver, every.max(MIN_EVERY)))?;
+            .spawn(move || {
+                let every = every.clamp(MIN_EVERY, MAX_EVERY);
+                run(&mut pools, &flags, &receiver, every);
+            })?;
         Ok(Self {
             wake,
             thread: Some(thread),
@@ -139,7 +145,11 @@ impl Wake {
 fn run(pools: &mut [Kept], flags: &Flags, receiver: &Receiver<()>, every: Duration) {
     loop {
         let next = pools.iter().filter_map(|kept| kept.look_at).min();
-        let pause = next.map_or(every, |at| at.saturating_duration_since(now()));
+        let mut pause = next.map_or(every, |at| at.saturating_duration_since(now()));
+        if flags.alarm.load(Ordering::Acquire) && pools.iter().all(|kept| kept.pause.is_zero()) {
+            // Its wake-up may have been thrown away below.
+            pause = Duration::ZERO;
+        }
         match receiver.recv_timeout(pause.min(every)) {
             Ok(()) | Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
@@ -150,6 +160,9 @@ fn run(pools: &mut [Kept], flags: &Flags, receiver: &Receiver<()>, every: Durati
         let mut content = true;
         let mut healthy = true;
         for kept in &mut *pools {
+            if flags.stop.load(Ordering::Acquire) {
+                return;
+            }
             healthy &= kept.look(alarmed, every);
             content &= kept.replenish(&flags.stop);
         }

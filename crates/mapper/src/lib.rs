@@ -128,6 +128,12 @@ pub trait Mapper: fmt::Debug + Send + Sync {
     /// be reached yet is [`Readiness::NotReady`].
     fn ready(&self) -> Result<Readiness, MapError>;
 
+    /// This epoch and all before it have ended on every rank, as the engine says. Waits for nobody.
+    /// As given here, for a mapper that does not count epochs.
+    fn retire(&self, epoch: Epoch) {
+        let _ = epoch;
+    }
+
     /// How far every place is known to have the pages it should, as of the last call. Waits for
     /// nobody. As given here, for a mapper that never leaves anything in doubt.
     fn health(&self) -> Health {
@@ -172,7 +178,7 @@ pub trait RankMapper: Mapper {
 
     /// Makes `wanted` exactly the runs that are mapped, whatever was mapped, prepared or in doubt
     /// before. What stays keeps its content; what goes, goes after [`After::DEVICE`] and what `after`
-    /// names.
+    /// names. If that has not ended within a bound, runs that were to go are in doubt, and stay.
     ///
     /// # Errors
     /// What stood in the way, such as memory for a run that is missing. Some of the work may be
@@ -206,6 +212,10 @@ impl<M: Mapper + ?Sized> Mapper for std::sync::Arc<M> {
 
     fn ready(&self) -> Result<Readiness, MapError> {
         (**self).ready()
+    }
+
+    fn retire(&self, epoch: Epoch) {
+        (**self).retire(epoch);
     }
 
     fn health(&self) -> Health {

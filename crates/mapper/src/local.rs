@@ -16,8 +16,8 @@ use std::{
 use kvcached_vmm::{Bytes, Chunk, Driver, VmmError};
 
 use crate::{
-    After, Cold, Epochs, Extent, Geometry, Health, MapError, Mapper, PageRun, RankMapper,
-    Readiness, Reconciled, Resynced, backing::Backing, runs::Record,
+    After, Cold, Epoch, Epochs, Extent, Geometry, Health, MapError, Mapper, PageRun, RankMapper,
+    Readiness, Reconciled, Resynced, RunSet, backing::Backing, runs::Record,
 };
 
 #[cfg(test)]
@@ -205,6 +205,10 @@ impl<D: Driver> Mapper for LocalMapper<D> {
         Ok(Readiness::Ready)
     }
 
+    fn retire(&self, epoch: Epoch) {
+        self.epochs.retire(epoch);
+    }
+
     fn health(&self) -> Health {
         match self.pool().record.in_doubt.pages() {
             0 => Health::Healthy,
@@ -286,9 +290,11 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
         if !empty {
             self.driver.synchronize()?;
         }
-        if let (true, Some(epoch)) = (leaving, after.epoch) {
-            self.epochs.wait(epoch)?;
-        }
+        // Nobody waits for what is to go but its memory, so a rank need not stay away for it.
+        let in_flight = match (leaving, after.epoch) {
+            (true, Some(epoch)) => self.epochs.wait(epoch).is_err(),
+            _ => false,
+        };
         let mut pool = self.pool();
 
         let prepared: Vec<PageRun> = pool.record.prepared.iter().collect();
@@ -304,14 +310,21 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
 
         let mapped = pool.record.mapped.iter();
         let extra: Vec<PageRun> = mapped.filter(|run| !wanted_set.contains(run)).collect();
-        let taken = pool.take_away(self.extents(&extra))?;
-        pool.record.remove_all(&extra);
-        drop(taken);
-
         let mut in_doubt: BTreeSet<PageRun> = pool.record.in_doubt.iter().collect();
+        let mut staying = RunSet::default();
+        if in_flight {
+            in_doubt.extend(&extra);
+            extra.iter().for_each(|&run| staying.insert(run));
+        } else {
+            let taken = pool.take_away(self.extents(&extra))?;
+            pool.record.remove_all(&extra);
+            drop(taken);
+        }
+
         let mut missing = Vec::new();
         for &run in &wanted_set {
-            if pool.record.in_doubt.overlapping(run).is_some() {
+            let blocked = [&pool.record.in_doubt, &staying];
+            if blocked.iter().any(|runs| runs.overlapping(run).is_some()) {
                 in_doubt.insert(run);
             } else if !pool.record.mapped.contains(run) {
                 missing.push(run);

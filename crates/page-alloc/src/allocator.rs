@@ -256,6 +256,7 @@ impl PageAllocator {
     /// This epoch and all before it have ended on every rank: memory that was freed after them may
     /// go. Going back does nothing.
     pub fn retire(&self, epoch: Epoch) {
+        self.mapper.retire(epoch);
         self.with_books(|books| {
             if books.table.retire(epoch) {
                 books.in_flight = false;

@@ -3,11 +3,12 @@
 
 use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
-    After, Health, MapError, Mapper, NotReady, PageRun, PoolId, Rank, RankMapper, Readiness,
+    After, Epoch, Health, MapError, Mapper, NotReady, PageRun, PoolId, Rank, RankMapper, Readiness,
     Reconciled, Stage, Suspect,
 };
 use nix::poll::{PollFd, PollFlags};
@@ -36,6 +37,8 @@ pub struct Broadcast {
     timeout: Duration,
     /// As of the last call, so that whoever asks need not wait for one under way.
     health: Mutex<Health>,
+    /// The epochs below this number have retired on every rank, as the engine says.
+    retired_below: AtomicU64,
 }
 
 /// What a [`Broadcast`] needs to know.
@@ -82,6 +85,9 @@ pub enum ConnectError {
 /// Longest wait for a rank that is to come back. Another one may be waiting for its turn, and would
 /// give up what it holds once it has been alone for too long.
 const LONGEST_RECONCILE: Duration = Duration::from_secs(10);
+
+/// Longest wait for a hint, for which others who have something to do wait, too.
+const LONGEST_HINT: Duration = Duration::from_secs(1);
 
 /// The fan-out and the connections that it speaks of.
 #[derive(Debug)]
@@ -163,6 +169,7 @@ impl Broadcast {
             local,
             timeout: timeout.min(LONGEST_WAIT),
             health,
+            retired_below: AtomicU64::new(0),
         })
     }
 
@@ -211,6 +218,9 @@ impl Broadcast {
 
     fn perform(&self, operation: Operation<'_>, timeout: Duration) -> Answer {
         let mut wires = self.wires();
+        if let Some(last) = self.retired_below.load(Ordering::Acquire).checked_sub(1) {
+            wires.fanout.retire(Epoch(last));
+        }
         let answer = wires.perform(self.local.as_deref(), operation, timeout);
         let healthy = wires.fanout.is_healthy();
         let mut known = self.known_health();
@@ -223,15 +233,17 @@ impl Broadcast {
     }
 
     fn known_health(&self) -> MutexGuard<'_, Health> {
-        self.health
-            .lock()
-            .expect("nobody panics while the health is locked")
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wires(&self) -> MutexGuard<'_, Wires> {
-        self.wires
-            .lock()
-            .expect("no call ended in a panic amid a transaction")
+        self.wires.lock().unwrap_or_else(|poisoned| {
+            // The local mapper panicked amid a transaction: nobody knows how far it got.
+            let mut wires = poisoned.into_inner();
+            wires.fanout.abandon("a call ended in a panic");
+            self.wires.clear_poison();
+            wires
+        })
     }
 }
 
@@ -245,7 +257,8 @@ impl Mapper for Broadcast {
     }
 
     fn headroom(&self) -> Option<u32> {
-        match self.perform(Operation::Headroom, self.timeout) {
+        let timeout = self.timeout.min(LONGEST_HINT);
+        match self.perform(Operation::Headroom, timeout) {
             Answer::Headroom(pages) => pages,
             other => unreachable!("{other:?} is no headroom"),
         }
@@ -254,6 +267,15 @@ impl Mapper for Broadcast {
     /// Connects to ranks that are not connected yet, without waiting for any to come.
     fn ready(&self) -> Result<Readiness, MapError> {
         self.ask_ready(self.timeout)
+    }
+
+    fn retire(&self, epoch: Epoch) {
+        // Not for the fan-out to hear at once, which may be waiting for a rank.
+        let below = epoch.0.saturating_add(1);
+        self.retired_below.fetch_max(below, Ordering::AcqRel);
+        if let Some(local) = &self.local {
+            local.retire(epoch);
+        }
     }
 
     fn health(&self) -> Health {

@@ -117,6 +117,12 @@ impl Conversation {
         ConversationEnd::Refused(refusal)
     }
 
+    /// Has the coordinator been welcomed?
+    #[must_use]
+    pub const fn is_greeted(&self) -> bool {
+        self.partner.is_some()
+    }
+
     /// Has something begun that the coordinator must finish within a bound: a hello not said, a
     /// batch not whole?
     #[must_use]

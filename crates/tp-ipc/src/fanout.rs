@@ -26,8 +26,8 @@ use std::mem;
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
-    After, Cause, Health, NotReady, PageRun, PeerCause, Rank, Readiness, Resynced, RunSet, Stage,
-    Suspect,
+    After, Cause, Epoch, Health, NotReady, PageRun, PeerCause, Rank, Readiness, Resynced, RunSet,
+    Stage, Suspect,
 };
 
 use crate::doubt::Doubts;
@@ -268,6 +268,34 @@ impl Fanout {
         self.lost.is_empty()
             && !self.local.as_ref().is_some_and(LocalRank::needs_resync)
             && !self.peers.iter().any(Peer::needs_resync)
+    }
+
+    /// This epoch and all before it have ended on every rank: nobody who comes back need wait for
+    /// them. Between operations.
+    pub fn retire(&mut self, epoch: Epoch) {
+        let retired = Some(epoch);
+        if let Some(local) = &mut self.local {
+            local.owed = local.owed.since(retired);
+        }
+        for peer in &mut self.peers {
+            peer.owed = peer.owed.since(retired);
+        }
+    }
+
+    /// Forgets the operation under way, which was not brought to its end: whoever was at it is
+    /// suspect.
+    pub fn abandon(&mut self, reason: &str) {
+        let Some(work) = self.work.take() else { return };
+        if let Some(local) = &mut self.local {
+            local.suspect = Some(reason.to_owned());
+        }
+        if matches!(work.phase, Phase::Local { .. } | Phase::Over(_)) {
+            return;
+        }
+        for peer in &mut self.peers {
+            peer.turn = Turn::Rest;
+            peer.link = Link::Away(reason.to_owned());
+        }
     }
 
     /// Starts `operation`; every wait for other ranks is bounded by `timeout`.

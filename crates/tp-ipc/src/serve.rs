@@ -74,6 +74,8 @@ struct Connection {
     over: bool,
     /// The last words were that the rank could not begin.
     told: bool,
+    /// The last words were that another coordinator is connected.
+    taken: bool,
     /// By when the client must have finished what it began.
     deadline: Option<Instant>,
 }
@@ -178,20 +180,46 @@ impl Server {
         let now = socket::now();
         let (rank, timeout) = (&mut self.rank, self.timeout);
         let mut events = events.into_iter();
+        let mut taken = false;
         self.connections.retain_mut(|connection| {
             let events = events.next().unwrap_or(PollFlags::empty());
             let goes_on = connection.attend(rank, events, now, timeout);
             if !goes_on {
                 self.told |= connection.told;
+                taken |= connection.taken;
                 mem::take(&mut connection.conversation).end(rank, now);
             }
             goes_on
         });
+        if taken {
+            self.drop_the_dead(now);
+        }
         if newcomers {
             self.accept();
+        } else if self.all_greeted() {
+            // Else somebody may be back whose hello was not read yet.
+            self.rank.handle_timeout(now);
         }
-        self.rank.handle_timeout(now);
         Ok(true)
+    }
+
+    /// A newcomer finds the place of a process taken that has ended: a child that it forked holds the
+    /// connection open.
+    fn drop_the_dead(&mut self, now: Instant) {
+        let rank = &mut self.rank;
+        self.connections.retain_mut(|connection| {
+            let dead = connection.stream.peer_is_dead();
+            if dead {
+                tracing::info!("dropped the connection of a dead process");
+                mem::take(&mut connection.conversation).end(rank, now);
+            }
+            !dead
+        });
+    }
+
+    fn all_greeted(&self) -> bool {
+        let mut conversations = self.connections.iter().map(|it| &it.conversation);
+        conversations.all(Conversation::is_greeted)
     }
 
     /// Waits for something to happen: to the stop handle, the listener, each connection.
@@ -220,7 +248,8 @@ impl Server {
             .connections
             .iter()
             .filter_map(|connection| connection.deadline);
-        let deadlines = deadlines.chain(self.paused).chain(self.rank.poll_timeout());
+        let orphaned = self.rank.poll_timeout().filter(|_| self.all_greeted());
+        let deadlines = deadlines.chain(self.paused).chain(orphaned);
         socket::wait(&mut fds, deadlines.chain(until).min())?;
         let mut happened = fds
             .iter()
@@ -239,6 +268,7 @@ impl Server {
                     replies: Vec::new(),
                     over: false,
                     told: false,
+                    taken: false,
                     deadline: Some(socket::now() + self.timeout),
                 }),
                 Ok(None) => return,
@@ -317,6 +347,7 @@ impl Connection {
             };
             if let Some(end) = end {
                 tracing::warn!(%end, "ended a conversation");
+                self.taken = matches!(end, ConversationEnd::Refused(Refusal::Taken { .. }));
                 self.told = matches!(end, ConversationEnd::Refused(Refusal::Unable { .. }));
                 self.over = true;
             }

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::kill;
 use nix::sys::socket::{
     AddressFamily, Backlog, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt, listen,
     send, socket, sockopt,
 };
-use nix::unistd::geteuid;
+use nix::unistd::{Pid, geteuid};
 use thiserror::Error;
 
 use crate::{Endpoint, FrameDecoder, FrameError, MAX_FRAME_BYTES, push_frame};
@@ -156,6 +157,13 @@ impl Deadline {
 }
 
 impl FramedStream {
+    /// Has the process ended that made the other end, though somebody may hold it open? A process
+    /// that cannot be seen from here counts as alive.
+    pub(crate) fn peer_is_dead(&self) -> bool {
+        let peer = getsockopt(&self.stream, sockopt::PeerCredentials).map(|it| it.pid());
+        peer.is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
+    }
+
     /// Connects, waiting until the deadline for somebody to listen there.
     ///
     /// # Errors
@@ -363,6 +371,11 @@ impl FramedListener {
                 });
             }
             Ok(_) => match FramedStream::try_connect(endpoint) {
+                Ok(stream) if stream.peer_is_dead() => {
+                    // A child that it forked still holds the descriptor, and will never accept.
+                    fs::remove_file(endpoint.path()).map_err(failed)?;
+                    tracing::info!(%endpoint, "replaced the socket of a dead process");
+                }
                 Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
                     fs::remove_file(endpoint.path()).map_err(failed)?;
                     tracing::info!(%endpoint, "replaced the socket of a dead process");

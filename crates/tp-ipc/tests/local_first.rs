@@ -7,7 +7,8 @@
 use std::collections::BTreeSet;
 
 use kvcached_mapper::{
-    After, Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Reconciled, Stage,
+    After, Cause, Epoch, Health, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Reconciled,
+    Stage,
 };
 use kvcached_tp_ipc::{Answer, Operation};
 use proptest::prelude::*;
@@ -677,4 +678,46 @@ fn runs_in_doubt_are_named_to_whoever_asks_for_them() {
     assert_eq!(error.uncertain, runs(0b1));
     assert_eq!(engine.take_log(), []);
     batch(&mut engine, false, &runs(0b110), &Faults::default()).unwrap();
+}
+
+/// What a rank gives up when it is back waits for the epochs of all that was given up while it was
+/// away, but for those that have retired on every rank since.
+#[test]
+fn a_rank_that_was_away_gives_up_after_what_the_others_waited_for() {
+    for (retired, after) in [
+        (None, After::epoch(Epoch(7))),
+        (Some(6), After::epoch(Epoch(7))),
+        (Some(7), After::NOTHING),
+    ] {
+        let mut engine = three_ranks();
+        batch(&mut engine, false, &runs(0b111), &Faults::default()).unwrap();
+        engine.cut(0);
+        for (mask, epoch) in [(0b1, 3), (0b10, 7)] {
+            let runs = runs(mask);
+            let unmap = Operation::Unmap(&runs, After::epoch(Epoch(epoch)));
+            assert_eq!(
+                engine.perform(unmap, &Faults::default()),
+                Answer::Batch(Ok(()))
+            );
+        }
+        if let Some(epoch) = retired {
+            engine.retire(Epoch(epoch));
+        }
+        reconcile(&mut engine, &[]);
+        let (_, back) = engine.mappers().remove(1);
+        assert_eq!(back.resynced_after(), Some(after.join(After::DEVICE)));
+        assert_eq!(mapped(&engine), vec![runs(0b100); 3]);
+    }
+}
+
+/// A call that ended in a panic half-way leaves nobody trusted, and the next one is served.
+#[test]
+fn an_operation_that_is_abandoned_leaves_every_rank_suspect() {
+    let mut engine = three_ranks();
+    batch(&mut engine, false, &runs(0b1), &Faults::default()).unwrap();
+    engine.abandon_amid(Operation::Map(&runs(0b10)));
+    assert_eq!(engine.suspects().len(), 3);
+    reconcile(&mut engine, &[]);
+    assert_eq!(mapped(&engine), vec![runs(0b1); 3]);
+    batch(&mut engine, false, &runs(0b10), &Faults::default()).unwrap();
 }

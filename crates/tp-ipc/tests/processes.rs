@@ -3,6 +3,7 @@
 
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -12,10 +13,16 @@ use std::sync::Arc;
 use std::thread;
 
 use kvcached_mapper::{Cause, Mapper, PeerCause, Rank, Stage};
-use kvcached_tp_ipc::{Endpoint, FramedListener, FramedStream, RuntimeDir, Server, Topology};
-use nix::unistd::geteuid;
+use kvcached_tp_ipc::wire::{self, Hello, SessionId};
+use kvcached_tp_ipc::{
+    Deadline, Endpoint, FramedListener, FramedStream, RuntimeDir, Server, Topology,
+};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, geteuid};
 
-use crate::served::{Home, LONG, Recorder, connect, file_exists, run, server_config};
+use crate::served::{
+    Home, LONG, POOL, Recorder, connect, file_exists, geometry, run, serve, server_config,
+};
 
 const ROLE: &str = "KVCACHED_TEST_ROLE";
 const DIRECTORY: &str = "KVCACHED_TEST_DIRECTORY";
@@ -43,6 +50,15 @@ impl Process {
             .spawn()
             .unwrap();
         Self(child)
+    }
+
+    /// Waits for a line that begins so, and answers the rest of it.
+    fn said_after(&mut self, words: &str) -> String {
+        let stdout = self.0.stdout.as_mut().unwrap();
+        let lines = BufReader::with_capacity(1, stdout).lines();
+        let mut rests =
+            lines.filter_map(|line| Some(line.unwrap().strip_prefix(words)?.to_owned()));
+        rests.next().expect("it says so before it ends")
     }
 
     /// Waits until it has said `word`, on a line of its own.
@@ -91,6 +107,38 @@ fn another_process() {
                 server.run().unwrap();
             });
         }
+        // Listens as rank 2 and coordinates rank 1; then a child of its own holds both open, as one
+        // does that was forked.
+        "parent" => {
+            let dir = RuntimeDir::open(&directory).unwrap();
+            let dir = dir.instance(&"llama".parse().unwrap()).unwrap();
+            let listener = FramedListener::bind(&dir.endpoint(Stage(0), Rank(2))).unwrap();
+            let deadline = Deadline::after(LONG);
+            let endpoint = dir.endpoint(Stage(0), Rank(1));
+            let mut stream = FramedStream::connect(&endpoint, deadline).unwrap();
+            let hello = Hello {
+                instance: dir.instance().clone(),
+                stage: Stage(0),
+                rank: Rank(1),
+                pool: POOL,
+                geometry: geometry(),
+                session: SessionId::fresh(),
+            };
+            let mut frame = Vec::new();
+            wire::push_hello(&mut frame, &hello);
+            stream.send(&frame[4..], deadline).unwrap();
+            let greeting = stream.recv(deadline).unwrap();
+            assert_eq!(wire::read_greeting(&greeting), Ok(Ok(hello)));
+            let mut child = Command::new("sleep")
+                .arg("60")
+                .stdin(listener.as_fd().try_clone_to_owned().unwrap())
+                .stdout(stream.as_fd().try_clone_to_owned().unwrap())
+                .spawn()
+                .unwrap();
+            println!("\nchild {}", child.id());
+            println!("holding");
+            child.wait().unwrap();
+        }
         // Connects where it should not.
         "client" => {
             let mut stream = UnixStream::connect(directory.join("s0-r1.sock")).unwrap();
@@ -106,7 +154,7 @@ fn another_process() {
             let listener = FramedListener::bind(&endpoint).unwrap();
             fs::set_permissions(endpoint.path(), Permissions::from_mode(0o666)).unwrap();
             println!("\nlistening");
-            let _ = listener.accept(kvcached_tp_ipc::Deadline::after(LONG));
+            let _ = listener.accept(Deadline::after(LONG));
         }
         other => panic!("no such role: {other}"),
     }
@@ -159,6 +207,28 @@ fn a_worker_killed_amid_a_map_is_a_lost_rank_and_can_be_started_again() {
     connect(&dir, &topology, Some(&local), LONG).unwrap();
 }
 
+/// A child that was forked keeps a dead process's sockets open: its name can be listened under all the
+/// same, and its place as a coordinator is free.
+#[test]
+fn a_dead_process_is_not_kept_alive_by_its_children() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let mapper = Arc::new(Recorder::default());
+    let _serving = serve(&dir, (0, 1), &mapper);
+    let uid = geteuid().as_raw();
+    let mut parent = Process::start(&this_program(), "parent", home.runtime().path(), uid);
+    let child = parent.said_after("child ");
+    parent.said("holding");
+    parent.0.kill().unwrap();
+    parent.0.wait().unwrap();
+
+    FramedListener::bind(&dir.endpoint(Stage(0), Rank(2))).unwrap();
+    let topology = Topology::rank0_coordinates(2, &dir);
+    let local = Arc::new(Recorder::default());
+    connect(&dir, &topology, Some(&local), LONG).unwrap();
+    kill(Pid::from_raw(child.parse().unwrap()), Signal::SIGKILL).unwrap();
+}
+
 /// Needs two users, so it needs root; the rule for directories is tested without.
 #[test]
 fn the_process_of_another_user_is_refused_on_either_side() {
@@ -193,7 +263,7 @@ fn the_process_of_another_user_is_refused_on_either_side() {
     client.said("refused");
     assert!(client.0.wait().unwrap().success());
     // The server goes on for its own user.
-    FramedStream::connect(&endpoint, kvcached_tp_ipc::Deadline::after(LONG)).unwrap();
+    FramedStream::connect(&endpoint, Deadline::after(LONG)).unwrap();
     drop(serving);
 
     let theirs = temp.path().join("theirs");

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
-    After, Cause, Health, MapError, Mapper, NotReady, PageId, PageRun, PoolId, Rank, RankMapper,
-    Readiness, Resynced, Stage,
+    After, Cause, Epoch, Health, MapError, Mapper, NotReady, PageId, PageRun, PoolId, Rank,
+    RankMapper, Readiness, Resynced, Stage,
 };
 use kvcached_tp_ipc::wire::{self, Command, Failure, Part, Reply, WorkerMessage};
 use kvcached_tp_ipc::{
@@ -122,6 +122,7 @@ struct State {
     mapped: BTreeSet<PageRun>,
     prepared: BTreeSet<PageRun>,
     forgets: bool,
+    resynced_after: Option<After>,
     doubts: Vec<PageRun>,
     refusing: VecDeque<Option<Refusing>>,
     says: Says,
@@ -185,6 +186,7 @@ impl Recorder {
             mapped: BTreeSet::new(),
             prepared: BTreeSet::new(),
             forgets: false,
+            resynced_after: None,
             doubts: Vec::new(),
             refusing: VecDeque::new(),
             says: Says::Ready,
@@ -212,6 +214,11 @@ impl Recorder {
     /// The next resynchronisation leaves these in doubt.
     pub(crate) fn doubt_on_resync(&self, runs: Vec<PageRun>) {
         self.state.lock().unwrap().doubts = runs;
+    }
+
+    /// What the last resynchronisation waited for.
+    pub(crate) fn resynced_after(&self) -> Option<After> {
+        self.state.lock().unwrap().resynced_after
     }
 
     /// The next resynchronisation leaves out the first run, and nobody says so.
@@ -351,9 +358,10 @@ impl RankMapper for Recorder {
         })
     }
 
-    fn resync_after(&self, wanted: &[PageRun], _: After) -> Result<Resynced, MapError> {
+    fn resync_after(&self, wanted: &[PageRun], after: After) -> Result<Resynced, MapError> {
         self.called(Call::Resync, wanted);
         let mut state = self.state.lock().unwrap();
+        state.resynced_after = Some(after);
         let refusing = state.refusing.pop_front().flatten();
         refuse(refusing, wanted)?;
         let had = std::mem::take(&mut state.mapped);
@@ -444,6 +452,28 @@ impl Engine {
         self.fanout.agreed().collect()
     }
 
+    pub(crate) fn retire(&mut self, epoch: Epoch) {
+        self.fanout.retire(epoch);
+    }
+
+    /// The local rank and all others are told to, and then nobody goes on.
+    pub(crate) fn abandon_amid(&mut self, operation: Operation<'_>) {
+        self.fanout.begin(operation, self.now, TIMEOUT);
+        loop {
+            match self.fanout.poll() {
+                Step::Local(call) => {
+                    let local = self.local.as_deref().expect("there is a local rank");
+                    let answer = call.perform(local);
+                    self.fanout.handle_local(answer, self.now);
+                }
+                Step::Send { .. } => {}
+                _ => break,
+            }
+        }
+        self.fanout.abandon("it was abandoned");
+        self.hang_up();
+    }
+
     /// The rank ends, and another takes its place: nothing of it is left but its name.
     pub(crate) fn replace(&mut self, remote: usize) {
         let RemoteRank { mapper, .. } = &self.remotes[remote];
@@ -451,6 +481,7 @@ impl Engine {
             mapped: BTreeSet::new(),
             prepared: BTreeSet::new(),
             forgets: false,
+            resynced_after: None,
             doubts: Vec::new(),
             refusing: VecDeque::new(),
             says: Says::Ready,

@@ -8,13 +8,14 @@ use std::thread;
 use std::time::Duration;
 
 use kvcached_mapper::{
-    After, Cause, Health, MapError, Mapper, PageRun, PeerCause, Rank, Readiness, Reconciled, Stage,
+    After, Cause, Health, MapError, Mapper, PageRun, PeerCause, PoolId, Rank, Readiness,
+    Reconciled, Stage,
 };
 use kvcached_tp_ipc::wire::{self, Refusal, Reply, Verb, WorkerMessage};
 use kvcached_tp_ipc::{
-    BindError, Broadcast, ConnectError, Deadline, Endpoint, FrameDecoder, FrameError,
-    FramedListener, FramedStream, GeometryDigest, Hello, MAX_FRAME_BYTES, Server, SessionId,
-    StreamError, Topology, push_frame,
+    BindError, Broadcast, BroadcastConfig, ConnectError, Deadline, Endpoint, FrameDecoder,
+    FrameError, FramedListener, FramedStream, GeometryDigest, Hello, MAX_FRAME_BYTES, ServedPool,
+    Server, SessionId, StreamError, Topology, push_frame,
 };
 
 use crate::served::{
@@ -445,6 +446,51 @@ fn what_nobody_comes_back_for_is_released() {
     within(LONG, || mapper.mapped().is_empty().then_some(()));
     let second = connect(&dir, &topology, None, LONG).unwrap();
     second.map(&[run(0, 3)]).unwrap();
+}
+
+/// A coordinator that is back in time finds what it left, though the worker was busy with another pool
+/// for longer than it keeps what nobody comes back for.
+#[test]
+fn a_busy_worker_does_not_take_a_coordinator_for_gone_that_is_back() {
+    let home = Home::new();
+    let dir = home.instance("llama");
+    let (busy, keeper) = Recorder::gated();
+    let mapper = Arc::new(Recorder::default());
+    let (stage, rank) = (Stage(0), Rank(1));
+    let endpoint = dir.endpoint(stage, rank);
+    let mut config = server_config(&dir, stage, rank, &mapper, LONG);
+    config.pools.push(ServedPool {
+        pool: PoolId(1),
+        geometry: geometry(),
+        mapper: busy,
+    });
+    config.orphan_timeout = SHORT;
+    let _serving = crate::served::spawn(Server::bind(&endpoint, config).unwrap());
+    let topology = Topology::rank0_coordinates(2, &dir);
+    let config = BroadcastConfig {
+        pool: PoolId(1),
+        ..crate::served::config(&dir, &topology, LONG)
+    };
+    let local = Arc::new(Recorder::default());
+    let other = Broadcast::connect(config, Some(local), Deadline::after(LONG)).unwrap();
+    let mut client = RawClient::greeted(&endpoint);
+    client.ask(2, Verb::Map(&[run(0, 3)]));
+    assert!(matches!(client.message(), WorkerMessage::Reply { .. }));
+    thread::scope(|scope| {
+        scope.spawn(|| other.map(&[run(0, 1)]).unwrap());
+        keeper.come.recv_timeout(LONG).unwrap();
+        // Gone and back, while the worker is at it.
+        let session = client.session;
+        drop(client);
+        let mut back = RawClient::connect(&endpoint);
+        back.session = session;
+        back.write(&back.hello_frame());
+        let over = Deadline::after(2 * SHORT);
+        within(LONG, || over.is_over().then_some(()));
+        drop(keeper);
+        back.assert_welcome();
+        assert_eq!(mapper.mapped(), [run(0, 3)]);
+    });
 }
 
 /// A worker that cannot begin ends the start of its coordinator at once, with its reason.

@@ -29,8 +29,8 @@ fn every_variable_is_optional() {
     assert_eq!(config.reserve, Reserve { min: 8, max: 32 });
     assert_eq!(config.max_run, MaxRun::Bytes(32 << 20));
     assert_eq!(config.ipc_timeout, Duration::from_secs(60));
-    assert_eq!(config.orphan_timeout, Duration::from_secs(30));
-    assert_eq!(config.retire_timeout, Duration::from_secs(1));
+    assert_eq!(config.orphan_timeout, Duration::from_secs(150));
+    assert_eq!(config.retire_timeout, Duration::from_millis(50));
     assert_eq!(config.ready_timeout, Duration::from_secs(60));
     assert_eq!(config.device, Device::Cuda { ordinal: 0 });
     let empty: Vec<_> = VARIABLES
@@ -120,7 +120,7 @@ fn a_bad_value_is_named_with_what_is_allowed() {
             "KVCACHED_IPC_TIMEOUT",
             &["0", "-1", "nan", "inf", "1e300", "1s", "0.0001"],
         ),
-        ("KVCACHED_ORPHAN_TIMEOUT", &["0", "0.5", "never"]),
+        ("KVCACHED_ORPHAN_TIMEOUT", &["0", "0.5", "120", "never"]),
         ("KVCACHED_RETIRE_TIMEOUT", &["0", "never"]),
         ("KVCACHED_READY_TIMEOUT", &["0", "never"]),
         (

@@ -30,8 +30,8 @@ pub struct Variable {
 /// | `KVCACHED_MAX_RUN_PAGES` | 1 to 64, and not together with KVCACHED_MAX_RUN_BYTES | what KVCACHED_MAX_RUN_BYTES comes to |
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
 /// | `KVCACHED_IPC_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
-/// | `KVCACHED_ORPHAN_TIMEOUT` | a number of seconds from 1 to 86400 | 30 |
-/// | `KVCACHED_RETIRE_TIMEOUT` | a number of seconds from 0.001 to 86400 | 1 |
+/// | `KVCACHED_ORPHAN_TIMEOUT` | a number of seconds from 1 to 86400, more than twice KVCACHED_IPC_TIMEOUT | twice KVCACHED_IPC_TIMEOUT and 30 |
+/// | `KVCACHED_RETIRE_TIMEOUT` | a number of seconds from 0.001 to 86400 | 0.05 |
 /// | `KVCACHED_READY_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
 /// | `KVCACHED_DEVICE` | host, cuda or cuda:N | cuda |
 pub const VARIABLES: &[Variable] = &[
@@ -105,15 +105,15 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "KVCACHED_ORPHAN_TIMEOUT",
-        allowed: "a number of seconds from 1 to 86400",
-        default: "30",
-        meaning: "how long a worker keeps its memory after its coordinator is gone; a coordinator \
-                  that lost it tries to come back at least four times a second",
+        allowed: "a number of seconds from 1 to 86400, more than twice KVCACHED_IPC_TIMEOUT",
+        default: "twice KVCACHED_IPC_TIMEOUT and 30",
+        meaning: "how long a worker keeps its memory after its coordinator is gone, which may first \
+                  have to wait for another rank, and for that to undo",
     },
     Variable {
         name: "KVCACHED_RETIRE_TIMEOUT",
         allowed: "a number of seconds from 0.001 to 86400",
-        default: "1",
+        default: "0.05",
         meaning: "how long a rank waits for work in flight before it refuses to give memory back",
     },
     Variable {

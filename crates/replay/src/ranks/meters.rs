@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use kvcached_mapper::{
-    After, Health, MapError, Mapper, PageRun, RankMapper, Readiness, Reconciled, Resynced,
+    After, Epoch, Health, MapError, Mapper, PageRun, RankMapper, Readiness, Reconciled, Resynced,
 };
 use serde::{Deserialize, Serialize};
 
@@ -129,6 +129,10 @@ impl Mapper for Whole {
         self.inner.ready()
     }
 
+    fn retire(&self, epoch: Epoch) {
+        self.inner.retire(epoch);
+    }
+
     fn health(&self) -> Health {
         self.inner.health()
     }
@@ -161,6 +165,10 @@ impl Mapper for Local {
 
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
+    }
+
+    fn retire(&self, epoch: Epoch) {
+        self.inner.retire(epoch);
     }
 
     fn health(&self) -> Health {

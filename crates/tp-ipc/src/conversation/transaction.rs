@@ -7,6 +7,7 @@ use std::time::Instant;
 use kvcached_mapper::{After, PageRun, Resynced};
 
 use super::rank::ServedPool;
+use crate::doubt::Doubts;
 use crate::wire::{self, Reply, SessionId};
 use crate::{RankAnswer, RankCall};
 
@@ -137,6 +138,15 @@ impl PoolState {
         }
         let wanted: BTreeSet<PageRun> = batch.runs.iter().copied().collect();
         self.untold.retain(|run| wanted.contains(run));
+        let doubts: Doubts = match &answer {
+            Ok(Resynced { in_doubt, .. }) => in_doubt.iter().collect(),
+            Err(_) => Doubts::default(),
+        };
+        // What is still in flight is mapped, and in doubt.
+        let mapped: Vec<PageRun> = mapped
+            .into_iter()
+            .filter(|run| !doubts.overlaps(*run))
+            .collect();
         let answer = answer.map(|Resynced { in_doubt, .. }| Resynced {
             remade: self.untold.iter().copied().collect(),
             in_doubt,

@@ -165,6 +165,28 @@ fn a_resync_waits_for_the_device_before_it_takes_anything_away() {
     assert_eq!(order, [Call::Synchronize, Call::Unmap, Call::Destroy]);
 }
 
+/// A rank that comes back need not stay away for work in flight: what others have given up meanwhile
+/// stays there, in doubt, until its epoch has retired.
+#[test]
+fn a_resync_leaves_what_is_in_flight_in_doubt_and_the_next_one_takes_it() {
+    let mock = mock(1 << 30);
+    let epochs = Arc::new(Epochs::new(Duration::ZERO));
+    let mapper = local(&mock, &simple(PAGES), Cold::Unbacked).with_epochs(Arc::clone(&epochs));
+    let (stays, goes, comes) = (run(0, 1), run(2, 2), run(6, 1));
+    mapper.map(&[stays, goes]).unwrap();
+    let after = After::epoch(Epoch(5));
+    let told = mapper.resync_after(&[stays, comes], after).unwrap();
+    assert_eq!((told.remade, told.in_doubt), (vec![comes], vec![goes]));
+    assert_eq!(mapper.mapped(), [stays, goes, comes]);
+    // Nor is it given another chunk meanwhile.
+    let again = mapper.resync_after(&[stays, run(3, 1)], after).unwrap();
+    assert_eq!(again.in_doubt, [goes, run(3, 1), comes]);
+    epochs.retire(Epoch(5));
+    let told = mapper.resync_after(&[stays], after).unwrap();
+    assert_eq!((told.remade, told.in_doubt), (vec![], vec![]));
+    assert_eq!(mapper.mapped(), [stays]);
+}
+
 /// What a test does to a pool whose work it ends by hand.
 #[derive(Debug, Clone)]
 enum Op {
