@@ -107,7 +107,7 @@ impl Board {
     }
 
     /// About to be told to the allocator.
-    pub(crate) fn retire(&self, epoch: Epoch) {
+    pub(crate) fn has_retired(&self, epoch: Epoch) {
         let mut state = self.state();
         state.retired = state.retired.max(Some(epoch));
     }

@@ -70,7 +70,7 @@ impl Pool {
     }
 
     fn retire(&self, epoch: Epoch) {
-        self.board.retire(epoch);
+        self.board.has_retired(epoch);
         self.pages.retire(epoch);
     }
 
