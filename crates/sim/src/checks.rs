@@ -64,6 +64,11 @@ impl World {
             .filter(|rank| counts(*rank))
             .collect();
         let doubtful = fan.doubtful.clone();
+        let known_doubts: Vec<Vec<PageRun>> = self
+            .places
+            .iter()
+            .map(|at| fan.fanout.in_doubt(at.0, at.1).collect())
+            .collect();
         drop(network);
         drop(fan);
         for rank in counting {
@@ -80,6 +85,8 @@ impl World {
                     .in_doubt()
                     .into_iter()
                     .chain(doubtful.iter().copied())
+                    // Such as what is still in flight there.
+                    .chain(known_doubts[rank].iter().copied())
                     .collect();
                 let known = |run: &PageRun| !open.iter().any(|other| other.overlaps(*run));
                 mapped.retain(known);

@@ -200,7 +200,7 @@ impl World {
         if !self.is_current(life.number) {
             return;
         }
-        let mended = result.is_ok();
+        let mended = result.is_ok_and(|done| !done.left_to_another);
         let mut books = lock(&pool.books);
         if mended {
             // A later repair may have ended before this one.

@@ -207,7 +207,9 @@ impl World {
         life.pools.iter().any(|pool| {
             let health = pool.pages.health();
             let mut ranks = health.ranks().iter();
-            ranks.any(|suspect| suspect.reason.contains("out of device memory"))
+            // Or the null block's page has none, so that the pool cannot even begin.
+            let stuck = lock(&pool.manager).is_none() && pool.pages.usage().map_full_total > 0;
+            stuck || ranks.any(|suspect| suspect.reason.contains("out of device memory"))
         })
     }
 

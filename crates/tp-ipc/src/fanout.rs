@@ -218,6 +218,22 @@ impl Fanout {
         })
     }
 
+    /// The pages that a rank has in doubt, as far as is known here, in stretches of adjacent ones.
+    pub fn in_doubt(&self, stage: Stage, rank: Rank) -> impl Iterator<Item = PageRun> {
+        let local = self
+            .local
+            .iter()
+            .map(|it| (it.stage, it.rank, &it.in_doubt));
+        let peers = self
+            .peers
+            .iter()
+            .map(|it| (it.stage, it.rank, &it.in_doubt));
+        let here = local
+            .chain(peers)
+            .filter(move |it| (it.0, it.1) == (stage, rank));
+        here.flat_map(|(_, _, runs)| runs.iter())
+    }
+
     /// How far every rank is known to have the agreed runs.
     #[must_use]
     pub fn health(&self) -> Health {

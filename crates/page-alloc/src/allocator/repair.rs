@@ -21,6 +21,8 @@ pub struct Repaired {
     pub lost: Vec<(Stage, Rank)>,
     /// What is the case now.
     pub health: Health,
+    /// Another thread was at it, and nothing was done here: that it ended well says nothing.
+    pub left_to_another: bool,
 }
 
 impl PageAllocator {
@@ -58,6 +60,7 @@ impl PageAllocator {
                 warm: 0,
                 lost: Vec::new(),
                 health: self.health(),
+                left_to_another: true,
             });
         };
         let runs: Vec<PageRun> = doubts.iter().map(|doubt| doubt.run).collect();
@@ -97,6 +100,7 @@ impl PageAllocator {
             warm,
             lost,
             health: self.health(),
+            left_to_another: false,
         })
     }
 

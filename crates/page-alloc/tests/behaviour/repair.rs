@@ -240,6 +240,7 @@ fn one_thread_repairs_at_a_time() {
     pool.mapper.once_answered(move || {
         let second = other.repair().expect("it leaves it to the first");
         assert_eq!((second.cold, second.warm), (0, 0));
+        assert!(second.left_to_another);
         assert_eq!(other.state(PageId(0)), Some(PageState::Quarantined));
     });
     assert_eq!(repair(&pool).cold, 4);
