@@ -220,36 +220,26 @@ impl Fanout {
 
     /// The pages that a rank has in doubt, as far as is known here, in stretches of adjacent ones.
     pub fn in_doubt(&self, stage: Stage, rank: Rank) -> impl Iterator<Item = PageRun> {
-        let local = self
-            .local
-            .iter()
-            .map(|it| (it.stage, it.rank, &it.in_doubt));
-        let peers = self
-            .peers
-            .iter()
-            .map(|it| (it.stage, it.rank, &it.in_doubt));
-        let here = local
-            .chain(peers)
-            .filter(move |it| (it.0, it.1) == (stage, rank));
-        here.flat_map(|(_, _, runs)| runs.iter())
+        let here = self.doubts().filter(move |(at, _)| *at == (stage, rank));
+        here.flat_map(|(_, runs)| runs.iter())
+    }
+
+    /// What each rank has in doubt, where there is anything, the local one first.
+    fn doubts(&self) -> impl Iterator<Item = ((Stage, Rank), &Doubts)> {
+        let local = self.local.iter();
+        let local = local.map(|it| ((it.stage, it.rank), &it.in_doubt));
+        let peers = self.peers.iter();
+        let peers = peers.map(|it| ((it.stage, it.rank), &it.in_doubt));
+        local.chain(peers).filter(|(_, runs)| !runs.is_empty())
     }
 
     /// How far every rank is known to have the agreed runs.
     #[must_use]
     pub fn health(&self) -> Health {
         let fenced: Vec<Suspect> = self.suspects().collect();
-        let local = self
-            .local
-            .iter()
-            .map(|it| (it.stage, it.rank, &it.in_doubt));
-        let peers = self
-            .peers
-            .iter()
-            .map(|it| (it.stage, it.rank, &it.in_doubt));
-        let doubting = local.chain(peers).filter(|(_, _, runs)| !runs.is_empty());
         let mut all = Doubts::default();
         let mut ranks = Vec::new();
-        for (stage, rank, runs) in doubting {
+        for ((stage, rank), runs) in self.doubts() {
             runs.iter().for_each(|run| all.insert(run));
             let named: Vec<String> = runs
                 .iter()

@@ -180,9 +180,10 @@ impl Fault {
     }
 }
 
-impl Recorder {
-    fn new(at: At, log: &Arc<Mutex<Vec<Event>>>) -> Arc<Self> {
-        let state = State {
+impl State {
+    /// Of a rank that was never told anything.
+    fn new() -> Self {
+        Self {
             mapped: BTreeSet::new(),
             prepared: BTreeSet::new(),
             forgets: false,
@@ -191,11 +192,16 @@ impl Recorder {
             refusing: VecDeque::new(),
             says: Says::Ready,
             headroom: Some(100),
-        };
+        }
+    }
+}
+
+impl Recorder {
+    fn new(at: At, log: &Arc<Mutex<Vec<Event>>>) -> Arc<Self> {
         Arc::new(Self {
             at,
             log: Arc::clone(log),
-            state: Mutex::new(state),
+            state: Mutex::new(State::new()),
         })
     }
 
@@ -477,16 +483,7 @@ impl Engine {
     /// The rank ends, and another takes its place: nothing of it is left but its name.
     pub(crate) fn replace(&mut self, remote: usize) {
         let RemoteRank { mapper, .. } = &self.remotes[remote];
-        *mapper.state.lock().unwrap() = State {
-            mapped: BTreeSet::new(),
-            prepared: BTreeSet::new(),
-            forgets: false,
-            resynced_after: None,
-            doubts: Vec::new(),
-            refusing: VecDeque::new(),
-            says: Says::Ready,
-            headroom: Some(100),
-        };
+        *mapper.state.lock().unwrap() = State::new();
         self.make(remote, geometry());
         self.cut(remote);
     }

@@ -339,7 +339,6 @@ fn nothing_is_done_before_the_first_resync() {
     }
 }
 
-/// A request that comes again is answered from memory; one that comes late is not answered.
 /// A rank that begins with nothing, and has room for so many runs, attempt after attempt.
 #[derive(Debug)]
 struct Cramped {
@@ -438,6 +437,7 @@ fn what_was_remade_is_told_until_the_coordinator_has_heard_it() {
     assert_eq!(resync(&mut rank, 5).1, [remade(wire::Part::Nothing)]);
 }
 
+/// A request that comes again is answered from memory; one that comes late is not answered.
 #[test]
 fn a_transaction_is_applied_once() {
     let (mut rank, recorder) = rank();

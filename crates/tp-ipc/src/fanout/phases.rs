@@ -55,7 +55,7 @@ impl Fanout {
     /// doubt are uncertain, so that the caller does not come back with the same ones.
     pub(super) fn mistake(&self, kind: Kind) -> Option<MapError> {
         let call = kind.name();
-        let in_doubt = self.doubts();
+        let in_doubt: Vec<&Doubts> = self.doubts().map(|(_, runs)| runs).collect();
         let doubted = |run: &PageRun| in_doubt.iter().any(|doubts| doubts.overlaps(*run));
         let uncertain: Vec<PageRun> = self.runs.iter().copied().filter(doubted).collect();
         if let Some(&run) = uncertain.first() {
@@ -73,13 +73,6 @@ impl Fanout {
             };
             Some(MapError::clean(Cause::State { call, run, found }))
         })
-    }
-
-    /// What each rank has in doubt, where there is anything.
-    fn doubts(&self) -> Vec<&Doubts> {
-        let local = self.local.iter().map(|local| &local.in_doubt);
-        let peers = self.peers.iter().map(|peer| &peer.in_doubt);
-        local.chain(peers).filter(|it| !it.is_empty()).collect()
     }
 
     /// Somebody is to be told all agreed runs.
@@ -252,7 +245,7 @@ impl Fanout {
 
     /// What is true of the runs that were asked about, now that every rank counts.
     pub(super) fn tell(&mut self) -> Reconciled {
-        let in_doubt = self.doubts();
+        let in_doubt: Vec<&Doubts> = self.doubts().map(|(_, runs)| runs).collect();
         let known = |run: &&PageRun| !in_doubt.iter().any(|doubts| doubts.overlaps(**run));
         let (mapped, cold) = self
             .runs
