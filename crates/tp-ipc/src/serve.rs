@@ -253,10 +253,10 @@ impl Server {
         socket::wait(&mut fds, deadlines.chain(until).min())?;
         let mut happened = fds
             .iter()
-            .map(|fd| fd.revents().unwrap_or(PollFlags::empty()))
-            .collect::<Vec<_>>();
-        let events = happened.split_off(2);
-        Ok((!happened[0].is_empty(), !happened[1].is_empty(), events))
+            .map(|fd| fd.revents().unwrap_or(PollFlags::empty()));
+        let mut next = || happened.next().unwrap_or(PollFlags::empty());
+        let (stop, newcomers) = (!next().is_empty(), !next().is_empty());
+        Ok((stop, newcomers, happened.collect()))
     }
 
     fn accept(&mut self) {
