@@ -12,8 +12,8 @@ use clap::{Args, ValueEnum};
 use kvcached_integrations::{ByteSize, Config};
 use kvcached_mapper::{Layout, PageSize};
 use kvcached_replay::{
-    Assign, Chaos, Device, Model, ModelChoice, Pace, Plan, RankError, RankProgram, ReplayError,
-    ReplayTopology, Report, Trace, Workload, plot, replay, serve_rank, with_causes,
+    Assign, BuiltIn, Chaos, Device, Model, ModelChoice, Pace, Plan, RankError, RankProgram,
+    ReplayError, ReplayTopology, Report, Trace, plot, replay, serve_rank, with_causes,
 };
 use thiserror::Error;
 
@@ -34,6 +34,16 @@ pub(crate) struct ReplayArguments {
     /// it a built-in workload is drawn
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+
+    /// Built-in workload: as public traces are distributed, sequences that start one after the other
+    /// and grow token by token, or many long prompts at once
+    #[arg(
+        long,
+        value_name = "drawn|staggered|bursts",
+        default_value = "drawn",
+        conflicts_with = "trace"
+    )]
+    workload: BuiltIn,
 
     /// Model from the table, with how many instances of it; may be repeated [default:
     /// llama-3.1-8b*3]
@@ -325,7 +335,7 @@ fn trace(arguments: &ReplayArguments) -> Result<Trace, Failure> {
         let requests = arguments
             .max_requests
             .map_or(BUILT_IN_REQUESTS, NonZeroU32::get);
-        return Ok(Workload::new(requests, arguments.seed).trace());
+        return Ok(arguments.workload.trace(requests, arguments.seed));
     };
     let name = path.display().to_string();
     let bytes =

@@ -176,6 +176,27 @@ fn every_layout_and_the_model_with_two_pools_are_served() {
 }
 
 #[test]
+fn every_built_in_workload_is_served() {
+    for workload in ["drawn", "staggered", "bursts"] {
+        let arguments = [
+            "--workload",
+            workload,
+            "--max-requests",
+            "40",
+            "--memory",
+            "4GiB",
+        ];
+        let report = report(&[&arguments[..], &["--driver", "mock"]].concat());
+        assert_eq!(number(&report, "/completed"), 40.0, "{workload}");
+        let found = report.pointer("/config/trace").and_then(Value::as_str);
+        assert!(
+            found.is_some_and(|found| found.starts_with("built-in")),
+            "{found:?}"
+        );
+    }
+}
+
+#[test]
 fn an_explicit_page_size_with_uneven_pages_is_served() {
     // A block is 1.5 MiB over all layers: pages of 2 MiB hold one or none.
     let kv = "layers=24,kv-heads=8,head-dim=128,dtype=bf16";
@@ -307,6 +328,11 @@ fn bad_input_is_one_clear_error_and_nothing_is_written() {
     fs::create_dir(folder.path().join("dir")).expect("writable");
     let cases: &[(&[&str], &[&str])] = &[
         (&["--trace", "none.csv"], &["none.csv"]),
+        (&["--workload", "calm"], &["calm", "staggered"]),
+        (
+            &["--trace", "a.csv", "--workload", "bursts"],
+            &["--workload"],
+        ),
         (&["--trace", "dir"], &["dir"]),
         (&["--trace", "empty.csv"], &["empty.csv", "empty"]),
         (&["--trace", "header.csv"], &["header.csv", "found none"]),

@@ -80,4 +80,6 @@ pub use service::ServiceTimes;
 pub use trace::{
     Column, Format, MAX_REQUEST_TOKENS, PREFIX_TOKENS, Problem, Request, Trace, TraceError,
 };
-pub use workload::{LogNormal, Workload};
+pub use workload::{
+    BuiltIn, Bursts, LogNormal, ParseBuiltInError, Staggered, Workload, bursts, staggered,
+};

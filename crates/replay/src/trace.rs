@@ -40,6 +40,10 @@ pub enum Format {
     BurstGpt,
     /// No file: drawn by [`Workload`](crate::Workload).
     BuiltIn,
+    /// No file: drawn by [`Staggered`](crate::Staggered).
+    Staggered,
+    /// No file: drawn by [`Bursts`](crate::Bursts).
+    Bursts,
 }
 
 /// One request of a trace.
@@ -199,6 +203,8 @@ impl fmt::Display for Format {
             Self::Mooncake => "mooncake",
             Self::BurstGpt => "burstgpt",
             Self::BuiltIn => "built-in",
+            Self::Staggered => "built-in: staggered",
+            Self::Bursts => "built-in: bursts",
         })
     }
 }

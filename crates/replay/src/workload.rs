@@ -1,10 +1,18 @@
-//! The built-in workload: what is replayed when no trace is given.
+//! The built-in workloads: what is replayed when no trace is given.
 //!
-//! Lengths follow the conversation service of the Azure LLM inference trace of 2023, arrivals the
+//! [`Workload`] is drawn as public traces are distributed, [`Staggered`] and [`Bursts`] are the two
+//! ways in which a KV cache grows: block by block, and all at once.
+//!
+//! Lengths of the drawn one follow the conversation service of the Azure LLM inference trace of 2023, arrivals the
 //! burstiness that BurstGPT reports. Numbers are drawn and computed with nothing but integer and
 //! IEEE additions, multiplications and divisions, so a seed means the same workload on every
 //! machine, for ever.
 
+mod bursts;
+mod staggered;
+
+use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 use rand_chacha::{
@@ -14,7 +22,40 @@ use rand_chacha::{
 
 use crate::{Format, Request, Trace};
 
-/// How the built-in workload is drawn.
+pub use bursts::Bursts;
+pub use staggered::Staggered;
+
+/// A built-in workload, by its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum BuiltIn {
+    /// Lengths and arrivals distributed as in public traces: [`Workload`].
+    #[default]
+    Drawn,
+    /// Sequences that start one after the other and grow token by token: [`Staggered`].
+    Staggered,
+    /// Many long prompts at once, then silence: [`Bursts`].
+    Bursts,
+}
+
+/// No built-in workload.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no built-in workload: drawn, staggered or bursts")]
+pub struct ParseBuiltInError(String);
+
+/// Staggered decode as [`Staggered`] draws it: `requests` requests, the same for the same seed.
+#[must_use]
+pub fn staggered(requests: u32, seed: u64) -> Trace {
+    Staggered::new(requests, seed).trace()
+}
+
+/// Prefill bursts as [`Bursts`] draws them: `requests` requests, the same for the same seed.
+#[must_use]
+pub fn bursts(requests: u32, seed: u64) -> Trace {
+    Bursts::new(requests, seed).trace()
+}
+
+/// How the drawn workload is drawn.
 ///
 /// | quantity | distribution | from |
 /// | --- | --- | --- |
@@ -95,6 +136,41 @@ impl Workload {
     }
 }
 
+impl BuiltIn {
+    /// Draws `requests` requests of it.
+    #[must_use]
+    pub fn trace(self, requests: u32, seed: u64) -> Trace {
+        match self {
+            Self::Drawn => Workload::new(requests, seed).trace(),
+            Self::Staggered => staggered(requests, seed),
+            Self::Bursts => bursts(requests, seed),
+        }
+    }
+}
+
+impl FromStr for BuiltIn {
+    type Err = ParseBuiltInError;
+
+    fn from_str(text: &str) -> Result<Self, ParseBuiltInError> {
+        match text {
+            "drawn" => Ok(Self::Drawn),
+            "staggered" => Ok(Self::Staggered),
+            "bursts" => Ok(Self::Bursts),
+            _ => Err(ParseBuiltInError(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for BuiltIn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Drawn => "drawn",
+            Self::Staggered => "staggered",
+            Self::Bursts => "bursts",
+        })
+    }
+}
+
 impl LogNormal {
     /// The length at `normal` standard deviations, from 1 to `max_tokens`.
     fn tokens(self, normal: Normal, max_tokens: u32) -> u32 {
@@ -127,6 +203,19 @@ impl Draws {
         let mut rng = ChaCha8Rng::from_seed(key);
         rng.set_stream(stream);
         Self { rng }
+    }
+
+    /// From 0 to `bound - 1`, each as likely as the others within 2^-32. 0 if there is no other.
+    fn below(&mut self, bound: u32) -> u32 {
+        let high = (u64::from(self.rng.next_u32()) * u64::from(bound)) >> 32;
+        u32::try_from(high).expect("less than the bound")
+    }
+
+    /// From half to one and a half times `mean`, evenly.
+    fn around(&mut self, mean: Duration) -> Duration {
+        let part = u128::from(self.rng.next_u32()) + (1 << 31);
+        let nanos = mean.as_nanos().saturating_mul(part) >> 32;
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
     fn normal(&mut self) -> Normal {
@@ -175,6 +264,26 @@ fn exp(x: f64) -> f64 {
     power
 }
 
+/// All that a trace says, in one number: that workloads do not change.
+#[cfg(test)]
+fn digest(trace: &Trace) -> u64 {
+    let mut digest = 0_u64;
+    for r in &trace.requests {
+        let arrival = u64::try_from(r.arrival.as_nanos()).expect("an hour");
+        let lengths = [
+            arrival,
+            u64::from(r.input_tokens),
+            u64::from(r.output_tokens),
+        ];
+        for word in lengths.into_iter().chain(r.prefix.iter().copied()) {
+            digest = (digest ^ word)
+                .wrapping_mul(0x0100_0000_01b3)
+                .rotate_left(23);
+        }
+    }
+    digest
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -200,19 +309,7 @@ mod tests {
             .map(|r| (r.arrival.as_micros(), r.input_tokens, r.output_tokens))
             .collect();
         assert_eq!(first, PINNED_FIRST);
-        let mut digest = 0_u64;
-        for r in &trace.requests {
-            for word in [
-                u64::try_from(r.arrival.as_nanos()).expect("an hour"),
-                u64::from(r.input_tokens),
-                u64::from(r.output_tokens),
-            ] {
-                digest = (digest ^ word)
-                    .wrapping_mul(0x0100_0000_01b3)
-                    .rotate_left(23);
-            }
-        }
-        assert_eq!(digest, PINNED_DIGEST);
+        assert_eq!(digest(&trace), PINNED_DIGEST);
     }
 
     const PINNED_FIRST: [(u128, u32, u32); 4] = [
@@ -222,6 +319,23 @@ mod tests {
         (303_335, 848, 304),
     ];
     const PINNED_DIGEST: u64 = 8_435_645_187_458_057_943;
+
+    #[test]
+    fn a_workload_is_what_its_name_says() {
+        for workload in [BuiltIn::Drawn, BuiltIn::Staggered, BuiltIn::Bursts] {
+            assert_eq!(workload.to_string().parse(), Ok(workload));
+            let trace = workload.trace(30, 5);
+            assert_eq!(
+                trace.format.to_string() == "built-in",
+                workload == BuiltIn::Drawn
+            );
+            assert_eq!(trace.requests.len(), 30);
+            assert!(trace.requests.is_sorted_by_key(|r| r.arrival));
+            assert_ne!(trace, workload.trace(30, 6), "{workload}: another seed");
+            assert_eq!(trace.requests[..20], workload.trace(20, 5).requests[..]);
+        }
+        assert!("bursty".parse::<BuiltIn>().is_err());
+    }
 
     #[test]
     fn another_seed_means_another_workload() {
