@@ -53,7 +53,7 @@ pub(crate) fn compare(arguments: &[String]) -> Result<(), String> {
 }
 
 fn git(arguments: &[&str]) -> Command {
-    let mut command = Command::new("git");
-    command.current_dir(process::root()).args(arguments);
+    let mut command = process::git();
+    command.args(arguments);
     command
 }

@@ -8,6 +8,7 @@
 )]
 
 mod bench;
+mod bench_gpu;
 mod ci;
 mod gpu;
 mod process;
@@ -27,6 +28,9 @@ usage: cargo xtask <chore> [arguments]
   bench [cargo bench arguments]   the criterion benchmarks, e.g. `bench --bench blocks -- warm`
   bench-ab REV [--bench NAME]     the benchmarks of revision REV and of the working tree, one
                                   after the other on this machine, compared by criterion
+  bench-gpu [--package DIR]       what memory under a KV cache costs on this machine's GPU, beside
+                                  raw driver calls; other arguments go to the program, which
+                                  --help lists. With --package, build it and a run script into DIR
   sim [--seeds N] [--script FILE] the engine in virtual time, over N seeds, with everything that
                                   can fail failing; `sim --help` says more. A violation is shrunk
                                   to a script, which --script replays
@@ -45,6 +49,7 @@ fn main() -> ExitCode {
         "test-gpu" => gpu::run(rest),
         "bench" => bench::run(rest),
         "bench-ab" => bench::compare(rest),
+        "bench-gpu" => bench_gpu::run(rest),
         "sim" => sim::run(rest),
         "tidy" => tidy::run(),
         "ci" => ci::run(),

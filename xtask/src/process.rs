@@ -18,6 +18,22 @@ pub(crate) fn cargo() -> Command {
     command
 }
 
+/// Git, in the root of the workspace.
+pub(crate) fn git() -> Command {
+    let mut command = Command::new("git");
+    command.current_dir(root());
+    command
+}
+
+/// Where cargo puts what it builds.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "cargo is told so in its environment"
+)]
+pub(crate) fn target() -> PathBuf {
+    root().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
+}
+
 /// Says what is run, runs it, and fails if it fails.
 pub(crate) fn run(command: &mut Command) -> Result<(), String> {
     println!("$ {}", words(command));
