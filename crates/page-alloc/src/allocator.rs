@@ -5,6 +5,7 @@
 //! ever waits for a busy page: an allocation that finds no other is told that the pool is full.
 
 mod repair;
+mod reserve;
 mod unmap;
 
 use std::sync::Arc;
@@ -12,18 +13,21 @@ use std::sync::Arc;
 use kvcached_mapper::{After, Epoch, MapError, Mapper, PageId, PageRun, Suspect};
 
 pub use self::repair::Repaired;
+pub use self::reserve::Replenished;
+use crate::demand::Demand;
 use crate::limit::{LimitBook, Request};
 use crate::runs::Idle;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
-use crate::table::{PageTable, Purpose};
+use crate::table::{PageTable, Purpose, Wanted};
 use crate::{
     AllocError, ConfigError, FreeError, FullReason, Limit, LimitError, LimitStatus,
-    PageAllocatorConfig, PageState, PageUsage, Reserve,
+    PageAllocatorConfig, PageState, PageUsage, Turns, Unmapping,
 };
 
-/// Runs of one mapper call that nobody waits for. Their pages are out of reach meanwhile, and a
-/// run may cost milliseconds, so big changes are made in several calls.
-const STEP_RUNS: usize = 16;
+/// Chunks of one mapper call that nobody waits for, or those of one run if that has more. Their
+/// pages are out of reach meanwhile, and so is the device: mapping one took 50 µs on the GPU that
+/// was measured. So big changes are made in several calls.
+const STEP_CHUNKS: u32 = 16;
 
 /// Hands out the pages of one pool, and has them backed and unbacked by a [`Mapper`].
 ///
@@ -33,11 +37,15 @@ const STEP_RUNS: usize = 16;
 /// | method | calls the mapper |
 /// | --- | --- |
 /// | [`alloc`](Self::alloc), [`alloc_first`](Self::alloc_first) | when warm pages do not suffice |
-/// | [`free`](Self::free), [`free_after`](Self::free_after), [`set_limit`](Self::set_limit) | when more is backed than the limit allows |
-/// | [`replenish`](Self::replenish), [`trim`](Self::trim) | when there is something to do |
+/// | [`free`](Self::free), [`free_after`](Self::free_after) | when more is backed than the limit allows, and only with [`Unmapping::InCall`] |
+/// | [`set_limit`](Self::set_limit) | when more is backed than the limit allows |
+/// | [`replenish`](Self::replenish), [`keep_to_limit`](Self::keep_to_limit), [`trim`](Self::trim) | when there is something to do |
 /// | [`repair`](Self::repair) | always |
 /// | [`health`](Self::health) | to look, which waits for nobody |
 /// | all others | never |
+///
+/// How much memory the device has left is asked by [`replenish`](Self::replenish) alone, once a call
+/// at most, and only as a hint: it costs a question to every rank.
 ///
 /// # The fence
 ///
@@ -52,11 +60,16 @@ pub struct PageAllocator {
     available: AtomicU32,
     /// Was there a [`Books::fence`] then?
     fenced: AtomicBool,
+    /// Was the pool [`Books::due`] then?
+    due: AtomicBool,
     /// Repairs that found contents lost.
     contents_lost: AtomicU64,
     mapper: Arc<dyn Mapper>,
     bundle_bytes: u64,
-    reserve: Reserve,
+    /// Runs of one mapper call that nobody waits for.
+    step_runs: usize,
+    unmapping: Unmapping,
+    turns: Turns,
 }
 
 /// Everything the lock protects.
@@ -64,6 +77,7 @@ pub struct PageAllocator {
 struct Books {
     table: PageTable,
     limit: LimitBook,
+    demand: Demand,
     totals: Totals,
     /// The ranks that the mapper fences, as of the last look at its health.
     fence: Option<Vec<Suspect>>,
@@ -87,20 +101,6 @@ struct Totals {
     repaired: u64,
 }
 
-/// What one [`PageAllocator::replenish`] did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Replenished {
-    /// Pages that are warm now and were cold.
-    pub mapped: u32,
-    /// Pages that are cold or withheld now and were warm.
-    pub unmapped: u32,
-    /// Why the reserve stays short of its lower bound, if it does: a normal answer.
-    pub full: Option<FullReason>,
-    /// There is more to do: another call right away makes sense.
-    pub more: bool,
-}
-
 impl PageAllocator {
     /// An allocator of cold pages, without a limit, over the mapper of the same pool.
     ///
@@ -117,6 +117,9 @@ impl PageAllocator {
             max_run,
             reserve,
             floor_bytes,
+            run_chunks,
+            unmapping,
+            turns,
         } = config;
         let table = PageTable::new(pages, &void, max_run.get());
         let capacity_bytes = u64::from(table.capacity()) * bundle_bytes;
@@ -134,6 +137,7 @@ impl PageAllocator {
             books: Mutex::new(Books {
                 table,
                 limit: LimitBook::new(capacity_bytes, floor_bytes, bundle_bytes),
+                demand: Demand::new(reserve),
                 totals: Totals::default(),
                 fence: None,
                 looks: 0,
@@ -141,10 +145,13 @@ impl PageAllocator {
                 in_flight: false,
             }),
             fenced: AtomicBool::new(false),
+            due: AtomicBool::new(reserve.min > 0),
             contents_lost: AtomicU64::new(0),
             mapper,
             bundle_bytes,
-            reserve,
+            step_runs: PageId((STEP_CHUNKS / run_chunks).max(1)).index(),
+            unmapping,
+            turns,
         })
     }
 
@@ -217,10 +224,12 @@ impl PageAllocator {
                 state => Err(AllocError::FirstTaken { state }),
             }
         })?;
-        match run {
-            Some(run) => self.map(&[run], Purpose::Demand).map(|()| first),
-            None => Ok(first),
+        if let Some(run) = run {
+            self.map(&[run], Purpose::Demand)?;
         }
+        // It is taken once and for all, so it says nothing about the demand to come.
+        self.with_books(|Books { demand, table, .. }| demand.forget(table.count(PageState::Used)));
+        Ok(first)
     }
 
     /// Takes pages back that whatever was launched so far may still touch: the device is
@@ -236,9 +245,10 @@ impl PageAllocator {
     /// what `after` names has ended, and what each of its pages was freed after since it got it.
     ///
     /// If more is backed than the limit allows, wholly idle runs whose epoch has retired are unmapped
-    /// right here. A failure of that is logged and shows in [`usage`](Self::usage); the pages are
-    /// free all the same. Runs in flight are left to [`replenish`](Self::replenish): who frees is
-    /// mostly who launches work, and is not to wait for it.
+    /// right here with [`Unmapping::InCall`]. A failure of that is logged and shows in
+    /// [`usage`](Self::usage); the pages are free all the same. Runs in flight are left to
+    /// [`keep_to_limit`](Self::keep_to_limit): who frees is mostly who launches work, and is not to
+    /// wait for it. With [`Unmapping::Behind`], all are.
     ///
     /// # Errors
     /// A page that is not in use, or is named twice; then no page of the call was taken back.
@@ -247,9 +257,7 @@ impl PageAllocator {
             books.table.put_back(pages, after)?;
             Ok(books.table.excess())
         })?;
-        if excess > 0 {
-            self.shrink_and_log(&[Idle::Retired]);
-        }
+        self.shrink_in_call(excess);
         Ok(())
     }
 
@@ -264,46 +272,8 @@ impl PageAllocator {
         });
     }
 
-    /// One bounded step towards a pool that keeps to its limit and has between
-    /// [`Reserve::min`] and [`Reserve::max`] warm pages. Somebody calls this now and then, from a
-    /// thread of its own; while [`Replenished::more`], at once again. Maps nothing while a rank is
-    /// fenced. Runs whose epoch has not retired, as far as is known here, are asked for only above
-    /// the limit, and, if a rank then refuses, not again before another epoch has retired or a
-    /// [`repair`](Self::repair) came by.
-    ///
-    /// # Errors
-    /// What the mapper answered, except that it is full, which is in [`Replenished::full`]; or that a
-    /// rank was fenced meanwhile.
-    pub fn replenish(&self) -> Result<Replenished, MapError> {
-        let Reserve { min, max } = self.reserve;
-        let above = |table: &PageTable| {
-            table
-                .excess()
-                .max(table.count(PageState::Warm).saturating_sub(max))
-        };
-        let (fenced, excess, warm) = self.with_books(|Books { table, fence, .. }| {
-            (fence.is_some(), above(table), table.count(PageState::Warm))
-        });
-        if excess > 0 {
-            let mut step = self.unmap_step(Idle::Retired, above)?;
-            if step.pages == 0 && self.with_books(|books| books.may_ask()) {
-                step = self.unmap_step(Idle::InFlight, PageTable::excess)?;
-            }
-            if step.pages > 0 {
-                return Ok(Replenished {
-                    unmapped: step.pages,
-                    more: step.more,
-                    ..Replenished::default()
-                });
-            }
-        }
-        if warm < min && !fenced {
-            return self.grow_reserve();
-        }
-        Ok(Replenished::default())
-    }
-
-    /// Gives the memory of every wholly idle run back, the reserve's too; answers how many pages.
+    /// Gives the memory of every wholly idle run back, the reserve's too; answers how many pages. The
+    /// reserve begins anew, with the demand that comes.
     /// Runs whose epoch has not retired come last, and stay warm if that does not happen within the
     /// mapper's bound.
     ///
@@ -312,11 +282,14 @@ impl PageAllocator {
     /// [`usage`](Self::usage).
     pub fn trim(&self) -> Result<u32, MapError> {
         // Pages freed by others meanwhile are not waited for, so this ends.
-        let mut left = self.with_books(|books| books.table.count(PageState::Warm));
+        let mut left = self.with_books(|Books { demand, table, .. }| {
+            demand.forget(table.count(PageState::Used));
+            table.count(PageState::Warm)
+        });
         let mut unmapped = 0;
         for which in [Idle::Retired, Idle::InFlight] {
             loop {
-                let step = self.unmap_step(which, |_| left)?;
+                let step = self.unmap_step(which, |_| Wanted::at_least(left))?;
                 unmapped += step.pages;
                 left = left.saturating_sub(step.pages);
                 if step.pages == 0 || !step.more {
@@ -331,7 +304,8 @@ impl PageAllocator {
     /// Growth beyond it ends at once; what is in use above it stays until it is freed.
     ///
     /// A limit beyond the capacity is as good as the capacity. A limit of 0 lets nothing grow and
-    /// takes nothing away from anybody. What cannot be unmapped now, since work is in flight, is left for a later [`free`](Self::free) or [`replenish`](Self::replenish).
+    /// takes nothing away from anybody. What cannot be unmapped now, since work is in flight, is left
+    /// for a later [`free`](Self::free) or [`keep_to_limit`](Self::keep_to_limit).
     ///
     /// # Errors
     /// [`LimitError::BelowFloor`]; the limit in force stays.
@@ -376,6 +350,7 @@ impl PageAllocator {
                  table,
                  limit,
                  totals,
+                 demand,
                  ..
              }| PageUsage {
                 total: table.total(),
@@ -387,6 +362,7 @@ impl PageAllocator {
                 withheld: table.count(PageState::Withheld),
                 quarantined: table.count(PageState::Quarantined),
                 runs: table.runs(),
+                reserve_target: demand.band().target,
                 mapped_bytes: u64::from(table.backed()) * self.bundle_bytes,
                 mapped_total: totals.mapped,
                 unmapped_total: totals.unmapped,
@@ -415,7 +391,13 @@ impl PageAllocator {
 
     /// Maps busy runs and records what came of it.
     fn map(&self, runs: &[PageRun], purpose: Purpose) -> Result<(), AllocError> {
-        let result = self.mapper.map(runs);
+        let result = match purpose {
+            Purpose::Demand => {
+                let _turn = self.turns.demand();
+                self.mapper.map(runs)
+            }
+            Purpose::Reserve => self.mapper.map(runs),
+        };
         if result.is_err() {
             self.look();
         }
@@ -438,58 +420,22 @@ impl PageAllocator {
         });
         // A limit may have come while the call was under way. Pages on demand go to their owner
         // all the same, but a reserve beyond it goes back.
-        if excess > 0 {
-            self.shrink_and_log(&[Idle::Retired]);
-        }
+        self.shrink_in_call(excess);
         result.map_err(|error| match error.is_full() {
             true => AllocError::Full(FullReason::DeviceMemory),
             false => AllocError::Broken(error),
         })
     }
 
-    /// Maps pages towards the lower bound of the reserve, in one call.
-    fn grow_reserve(&self) -> Result<Replenished, MapError> {
-        // A hint, but enough to spare a reserve that nobody waits for a vain attempt. Asking may
-        // take long, so it is not done under the lock.
-        let headroom = self.mapper.headroom().unwrap_or(u32::MAX);
-        let mut done = Replenished::default();
-        let mut runs = Vec::new();
-        self.with_books(|Books { table, fence, .. }| {
-            if fence.is_some() {
-                return;
-            }
-            let missing = self
-                .reserve
-                .min
-                .saturating_sub(table.count(PageState::Warm));
-            let cold = table.count(PageState::Cold);
-            done.full = match missing {
-                _ if missing > cold => Some(table.full_reason(table.available() + missing - cold)),
-                _ if missing > headroom => Some(FullReason::DeviceMemory),
-                _ => None,
-            };
-            done.mapped = table.begin_map(missing.min(headroom), STEP_RUNS, &mut runs);
-            done.more = done.mapped < missing.min(headroom).min(cold);
-        });
-        if runs.is_empty() {
-            return Ok(done);
-        }
-        match self.map(&runs, Purpose::Reserve) {
-            Ok(()) => Ok(done),
-            Err(AllocError::Broken(error)) => Err(error),
-            Err(_) => Ok(Replenished {
-                full: Some(FullReason::DeviceMemory),
-                ..Replenished::default()
-            }),
-        }
-    }
-
     /// Runs `change` under the lock; never call the mapper in it.
     #[inline]
     fn with_books<R>(&self, change: impl FnOnce(&mut Books) -> R) -> R {
-        let mut books = self.lock();
-        let result = change(&mut books);
+        let mut guard = self.lock();
+        let books = &mut *guard;
+        let result = change(books);
+        books.demand.observe(books.table.count(PageState::Used));
         self.available.store(books.available(), Ordering::Relaxed);
+        self.due.store(books.due(), Ordering::Relaxed);
         result
     }
 
@@ -502,11 +448,6 @@ impl PageAllocator {
 }
 
 impl Books {
-    /// May runs in flight be asked for, since they are above the limit and were not refused?
-    fn may_ask(&self) -> bool {
-        !self.in_flight && self.table.excess() > 0
-    }
-
     fn available(&self) -> u32 {
         match self.fence {
             None => self.table.available(),

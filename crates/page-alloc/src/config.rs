@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use kvcached_mapper::PageId;
 
-use crate::{ConfigError, MAX_RUN};
+use crate::{ConfigError, MAX_RUN, Turns};
 
 /// What an allocator is made from; `Geometry` of the mapper's crate has most of the numbers.
 #[derive(Debug, Clone)]
@@ -22,23 +22,49 @@ pub struct PageAllocatorConfig {
     pub reserve: Reserve,
     /// Bytes that the pool was promised: a limit below is refused.
     pub floor_bytes: u64,
+    /// Chunks that back one run on one rank, that is the extents of a page: the cost of mapping a
+    /// run goes by them, so they bound how much one step of [`PageAllocator::replenish`] does.
+    ///
+    /// [`PageAllocator::replenish`]: crate::PageAllocator::replenish
+    pub run_chunks: NonZeroU32,
+    /// Who gives back what is above the limit once it is free.
+    pub unmapping: Unmapping,
+    /// Whose turn it is at the device; the same value for all pools that one thread looks after.
+    pub turns: Turns,
 }
 
-/// How many warm pages [`replenish`](crate::PageAllocator::replenish) keeps ready, so that an
-/// allocation need not wait for the driver. Both zero: none.
+/// Bounds of the warm pages that [`replenish`](crate::PageAllocator::replenish) keeps ready, so that
+/// an allocation need not wait for the driver. Both zero: none.
+///
+/// In between, their number follows the demand: how far the pages in use have risen within one of
+/// the last 16 [ticks](crate::PageAllocator::tick). It grows at once, and is back at `min` at most 17
+/// ticks and as many more as `max` has binary digits after the last demand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reserve {
-    /// Below this, pages are mapped.
+    /// Below this, pages are mapped, whatever the demand.
     pub min: u32,
-    /// Above this, wholly idle runs are unmapped.
+    /// Above this, wholly idle runs are unmapped, whatever the demand. What comes and goes all the
+    /// time costs no call as long as half as much again is within this.
     pub max: u32,
+}
+
+/// Who gives back what is above the limit once its pages are free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Unmapping {
+    /// The call that freed them: nobody else need look after the pool.
+    #[default]
+    InCall,
+    /// Whoever calls [`keep_to_limit`](crate::PageAllocator::keep_to_limit) or
+    /// [`replenish`](crate::PageAllocator::replenish), so that no free and no allocation waits for
+    /// memory to go. Somebody has to, whenever the pool is [due](crate::PageAllocator::is_due).
+    Behind,
 }
 
 impl PageAllocatorConfig {
     /// `pages` pages of `bundle_bytes` bytes each, in runs as long as they can be, without void
-    /// pages, reserve or floor; set the fields for more.
+    /// pages, reserve or floor, of one chunk a run; set the fields for more.
     #[must_use]
-    pub const fn new(pages: u32, bundle_bytes: u64) -> Self {
+    pub fn new(pages: u32, bundle_bytes: u64) -> Self {
         Self {
             pages,
             bundle_bytes,
@@ -46,6 +72,9 @@ impl PageAllocatorConfig {
             max_run: NonZeroU32::new(MAX_RUN).expect("a run has pages"),
             reserve: Reserve { min: 0, max: 0 },
             floor_bytes: 0,
+            run_chunks: NonZeroU32::MIN,
+            unmapping: Unmapping::InCall,
+            turns: Turns::new(),
         }
     }
 

@@ -9,8 +9,8 @@
 //! A page is in exactly one [`PageState`]. [`PageAllocator`] hands pages out, asks a
 //! [`Mapper`](kvcached_mapper::Mapper) for memory in runs of adjacent pages, keeps freed pages warm
 //! for the next request, and gives the memory of whole runs back when told to: by
-//! [`trim`](PageAllocator::trim), by a [`Limit`], or by the upper bound of its [`Reserve`]. What a
-//! block is, or where a page lies in memory, is not known here.
+//! [`trim`](PageAllocator::trim), by a [`Limit`], or when its [`Reserve`] is more than the recent
+//! demand asks for. What a block is, or where a page lies in memory, is not known here.
 //!
 //! Running out of pages or memory is [`AllocError::Full`], a normal answer after which nothing has
 //! changed. Whatever the mapper leaves in doubt is quarantined until a
@@ -74,19 +74,22 @@
 
 mod allocator;
 mod config;
+mod demand;
 mod error;
 mod limit;
 mod runs;
 mod spans;
 mod sync;
 mod table;
+mod turns;
 mod usage;
 
 pub use allocator::{PageAllocator, Repaired, Replenished};
-pub use config::{PageAllocatorConfig, Reserve};
+pub use config::{PageAllocatorConfig, Reserve, Unmapping};
 pub use error::{AllocError, ConfigError, FreeError, FullReason};
 pub use limit::{Limit, LimitError, LimitStatus};
 pub use table::PageState;
+pub use turns::Turns;
 pub use usage::PageUsage;
 
 /// Pages of the longest run: the idle pages of a run are the bits of one word.

@@ -211,6 +211,14 @@ impl Runs {
         true
     }
 
+    /// Is there a wholly idle run, of up to `pages` pages if it is a retired one?
+    pub(crate) fn has_idle_run(&self, pages: u32, which: Idle) -> bool {
+        match which {
+            Idle::Retired => self.wholly & low_bits(pages.min(MAX_RUN)) != 0,
+            Idle::InFlight => !self.waiting.is_empty(),
+        }
+    }
+
     /// Takes a wholly idle run out of circulation. Of the retired ones the longest of up to `pages`
     /// pages, else the shortest, so that as little as possible is taken beyond `pages`; of those in
     /// flight one of the oldest epoch, which retires first.

@@ -43,8 +43,27 @@ pub enum PageState {
     Quarantined,
 }
 
+/// How many pages are to lose their memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    /// So many, or some more if runs are longer.
+    pub(crate) pages: u32,
+    /// Never more than so many, of those that have retired.
+    pub(crate) most: u32,
+}
+
 /// How many states there are.
 const STATES: usize = 7;
+
+impl Wanted {
+    /// At least so many, if runs of them are idle.
+    pub(crate) const fn at_least(pages: u32) -> Self {
+        Self {
+            pages,
+            most: u32::MAX,
+        }
+    }
+}
 
 /// Why pages get memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -286,22 +305,32 @@ impl PageTable {
         self.keep_to_limit();
     }
 
-    /// Makes wholly idle runs busy until they have `pages` pages or are `most_runs`; answers what
-    /// must have ended before their memory may go.
+    /// Is there a wholly idle run, of up to `pages` pages if it is a retired one?
+    pub(crate) fn has_idle_run(&self, pages: u32, which: Idle) -> bool {
+        self.runs.has_idle_run(pages, which)
+    }
+
+    /// Makes wholly idle runs busy until they have as many pages as are wanted or are `most_runs`;
+    /// answers what must have ended before their memory may go.
     pub(crate) fn begin_unmap(
         &mut self,
-        pages: u32,
+        wanted: Wanted,
         most_runs: usize,
         which: Idle,
         runs: &mut Vec<PageRun>,
     ) -> After {
         let mut after = After::NOTHING;
-        let mut wanted = pages;
-        while wanted > 0 && runs.len() < most_runs {
-            let Some(run) = self.runs.take_idle_run(wanted, which) else {
+        let Wanted {
+            pages: mut wanted,
+            mut most,
+        } = wanted;
+        while wanted > 0 && runs.len() < most_runs && self.has_idle_run(most, which) {
+            // The shortest one at most, if that is longer than is wanted.
+            let Some(run) = self.runs.take_idle_run(wanted.min(most), which) else {
                 break;
             };
             wanted = wanted.saturating_sub(run.count());
+            most = most.saturating_sub(run.count());
             after = after.join(self.runs.after(run));
             self.set_state(pages_of(run), PageState::Warm, PageState::Busy);
             self.leaving += run.count();

@@ -25,6 +25,8 @@ pub struct PageUsage {
     pub quarantined: u32,
     /// Backed runs, those included that a call under way is about to unmap.
     pub runs: u32,
+    /// Warm pages that the recent demand asks for, within the bounds of the reserve.
+    pub reserve_target: u32,
     /// Bytes of one rank that have memory or may have: warm, used, busy and quarantined pages.
     pub mapped_bytes: u64,
     /// Pages mapped since the start.

@@ -2,9 +2,10 @@
 
 use kvcached_mapper::{Cause, MapError};
 
-use super::{Books, PageAllocator, STEP_RUNS, pages_in};
+use super::{Books, PageAllocator, pages_in};
+use crate::Unmapping;
 use crate::runs::Idle;
-use crate::table::PageTable;
+use crate::table::Wanted;
 
 /// What one call of the mapper took away.
 #[derive(Debug, Clone, Copy, Default)]
@@ -24,11 +25,13 @@ impl PageAllocator {
     pub(super) fn unmap_step(
         &self,
         which: Idle,
-        wanted: impl Fn(&PageTable) -> u32,
+        wanted: impl Fn(&Books) -> Wanted,
     ) -> Result<Unmapped, MapError> {
         let mut runs = Vec::new();
-        let after = self.with_books(|Books { table, .. }| {
-            table.begin_unmap(wanted(table), STEP_RUNS, which, &mut runs)
+        let after = self.with_books(|books| {
+            let wanted = wanted(books);
+            let table = &mut books.table;
+            table.begin_unmap(wanted, self.step_runs, which, &mut runs)
         });
         if runs.is_empty() {
             return Ok(Unmapped::default());
@@ -55,10 +58,17 @@ impl PageAllocator {
         match result {
             Ok(()) => Ok(Unmapped {
                 pages: runs.iter().map(|run| run.count()).sum(),
-                more: runs.len() == STEP_RUNS,
+                more: runs.len() == self.step_runs,
             }),
             Err(error) if is_in_flight(&error) => Ok(Unmapped::default()),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Unmaps retired runs above the limit if that is not left to somebody else. So many pages are.
+    pub(super) fn shrink_in_call(&self, excess: u32) {
+        if excess > 0 && self.unmapping == Unmapping::InCall {
+            self.shrink_and_log(&[Idle::Retired]);
         }
     }
 
@@ -67,7 +77,7 @@ impl PageAllocator {
     pub(super) fn shrink_and_log(&self, kinds: &[Idle]) {
         let shrink = || -> Result<(), MapError> {
             for &which in kinds {
-                while self.unmap_step(which, PageTable::excess)?.pages > 0 {}
+                while self.unmap_step(which, Books::excess)?.pages > 0 {}
             }
             Ok(())
         };

@@ -4,6 +4,7 @@
 //! `properties` drives random operations with faults against a model; the others are one story
 //! each, most of them a kind of fault that users of earlier systems met.
 
+mod behind;
 mod drive;
 mod failures;
 mod in_flight;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use kvcached_mapper::{After, Epoch, Mapper, PageId};
 use kvcached_page_alloc::{
     AllocError, Limit, LimitStatus, PageAllocator, PageAllocatorConfig, PageState, PageUsage,
-    Reserve,
+    Reserve, Turns, Unmapping,
 };
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
@@ -26,6 +26,7 @@ const BUNDLE: u64 = 2 << 20;
 struct Pool {
     pages: Arc<PageAllocator>,
     board: Arc<Board>,
+    turns: Turns,
 }
 
 fn below(bound: u32) -> u32 {
@@ -34,16 +35,24 @@ fn below(bound: u32) -> u32 {
 
 impl Pool {
     fn new(pages: u32, max_run: u32, faults: Faults) -> Self {
+        Self::with(pages, max_run, faults, Unmapping::InCall)
+    }
+
+    fn with(pages: u32, max_run: u32, faults: Faults, unmapping: Unmapping) -> Self {
+        let turns = Turns::new();
         let board = Arc::new(Board::new(pages, faults));
         let config = PageAllocatorConfig {
             max_run: NonZeroU32::new(max_run).expect("a run has pages"),
             reserve: Reserve { min: 1, max: 2 },
+            unmapping,
+            turns: turns.clone(),
             ..PageAllocatorConfig::new(pages, BUNDLE)
         };
         let mapper = Arc::clone(&board) as Arc<dyn Mapper>;
         Self {
             pages: Arc::new(PageAllocator::new(config, mapper).expect("a good config")),
             board,
+            turns,
         }
     }
 
@@ -163,6 +172,15 @@ fn keep(pool: &Pool, turns: u32) {
 fn replenish(pool: &Pool, turns: u32) {
     for _ in 0..turns {
         pool.pages.replenish().expect("nothing fails");
+    }
+}
+
+/// A background thread that lets demands go first, as one does that looks after several pools.
+fn keep_behind(pool: &Pool, turns: u32) {
+    for _ in 0..turns {
+        pool.turns.give_way();
+        drop(pool.pages.replenish());
+        pool.pages.tick();
     }
 }
 
@@ -339,6 +357,33 @@ fn the_newest_limit_is_kept_to_whoever_was_slow() {
         // Nothing fails, and nothing is in flight: what is idle above it went, whoever had it when
         // the limit came.
         assert_eq!(pool.pages.limit_status(), LimitStatus::Applied);
+        pool.settle();
+    });
+}
+
+/// Whoever gives way is woken, and what others left behind is done in the end.
+#[test]
+fn nobody_gives_way_for_ever_and_nothing_is_left_behind() {
+    check(|| {
+        let pool = Pool::with(6, 2, Some(12), Unmapping::Behind);
+        at_once(
+            &pool,
+            &[
+                |pool| work(pool, 2),
+                |pool| work(pool, 2),
+                |pool| keep_behind(pool, 3),
+                |pool| limit_twice(pool, [1, 2]),
+            ],
+        );
+        assert_eq!(pool.turns.waiting(), 0);
+        pool.board.end_faults();
+        pool.board.mended();
+        pool.pages.repair().expect("nothing is in its way");
+        pool.retire(Epoch(u64::MAX));
+        while pool.pages.keep_to_limit().expect("nothing fails").unmapped > 0 {}
+        assert_eq!(pool.pages.limit_status(), LimitStatus::Applied);
+        while pool.pages.replenish().expect("nothing fails").more {}
+        assert!(!pool.pages.is_due(), "{:?}", pool.usage());
         pool.settle();
     });
 }
