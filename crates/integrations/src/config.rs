@@ -26,7 +26,8 @@ mod variables;
 use variables::allowed;
 pub use variables::{UnknownVariable, VARIABLES, Variable, unknown_variables};
 
-const DEFAULT_RESERVE: Reserve = Reserve { min: 8, max: 32 };
+/// An idle engine keeps nothing that others could use, and a busy one what it asked for lately.
+const DEFAULT_RESERVE: Reserve = Reserve { min: 0, max: 64 };
 
 /// Chunks of more than this read slower on the GPUs that were measured.
 const DEFAULT_RUN_BYTES: u64 = 32 << 20;
@@ -335,7 +336,7 @@ impl<F: Fn(&str) -> Option<OsString>> Settings<F> {
                 max: DEFAULT_RESERVE.max.max(min),
             }),
             (None, Some(max)) => Ok(Reserve {
-                min: DEFAULT_RESERVE.min.min(max),
+                min: DEFAULT_RESERVE.min,
                 max,
             }),
             (None, None) => Ok(DEFAULT_RESERVE),

@@ -1,9 +1,13 @@
-//! The one thread of a scheduler: it keeps the reserve of warm pages of all its pools, and brings
-//! ranks back that do not count.
+//! The one thread of a scheduler: it maps the reserves of all its pools ahead, unmaps behind those
+//! who free, and brings ranks back that do not count.
 //!
-//! Woken by whoever takes the reserve out of its bounds or meets a rank that is lost, and now and
-//! then by itself, since memory may have become free elsewhere and a rank may be gone without
-//! anybody asking it. It holds no lock while it maps, and ends with its scheduler.
+//! Woken by whoever leaves a pool with something to do or meets a rank that is lost, and now and
+//! then by itself, since time has passed for the demand, memory may have become free elsewhere, and a
+//! rank may be gone without anybody asking it. It holds no lock while it maps, and ends with its
+//! scheduler.
+//!
+//! All calls to the device that nobody waits for are made here, in small steps, the pools by turns;
+//! before each step it lets allocations go first that wait for the device.
 
 use std::io;
 use std::sync::Arc;
@@ -13,19 +17,23 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvcached_mapper::{Health, PoolId};
-use kvcached_page_alloc::{PageAllocator, Repaired};
+use kvcached_page_alloc::{FullReason, PageAllocator, Repaired, Turns};
 
 /// The running thread; dropping it stops and joins it.
 #[derive(Debug)]
 pub(crate) struct Keeper {
-    wake: Wake,
+    flags: Arc<Flags>,
+    sender: SyncSender<()>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Wakes the thread; costs next to nothing while it is awake.
+/// Wakes the thread for one pool; costs next to nothing while it is awake.
 #[derive(Debug, Clone)]
 pub(crate) struct Wake {
     flags: Arc<Flags>,
+    /// The pool is full or broken, as it will still be a moment later: it is looked at when the time
+    /// is over, and not after every allocation.
+    resting: Arc<AtomicBool>,
     /// Room for one: more than one wake-up at a time means nothing.
     sender: SyncSender<()>,
 }
@@ -57,8 +65,12 @@ pub(crate) struct Kept {
     pool: PoolId,
     pages: Arc<PageAllocator>,
     keeps_reserve: bool,
-    /// The last attempt to keep the reserve failed, and that was logged.
+    /// The last step failed, and that was logged.
     failed: bool,
+    /// Until when nothing more is tried.
+    rests_until: Option<Instant>,
+    /// Whether that is in the future, for those who would wake the thread.
+    resting: Arc<AtomicBool>,
     /// When the ranks are looked at next.
     look_at: Option<Instant>,
     /// How long after a vain attempt to bring a rank back; zero while all count.
@@ -66,55 +78,65 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    pub(crate) const fn new(pool: PoolId, pages: Arc<PageAllocator>, keeps_reserve: bool) -> Self {
+    pub(crate) fn new(pool: PoolId, pages: Arc<PageAllocator>, keeps_reserve: bool) -> Self {
         Self {
             pool,
             pages,
             keeps_reserve,
             failed: false,
+            rests_until: None,
+            resting: Arc::default(),
             look_at: None,
             pause: Duration::ZERO,
         }
+    }
+
+    pub(crate) const fn resting(&self) -> &Arc<AtomicBool> {
+        &self.resting
     }
 }
 
 impl Keeper {
     /// Starts the thread. It looks at the pools once at once, and then whenever it is woken, or
-    /// `every` so often.
+    /// `every` so often, which is also how often time passes for the demand of the pools. `turns` are
+    /// those of all the pools.
     #[expect(
         clippy::disallowed_methods,
         reason = "the composition root starts the threads"
     )]
-    pub(crate) fn start(mut pools: Vec<Kept>, every: Duration) -> io::Result<Self> {
+    pub(crate) fn start(mut pools: Vec<Kept>, turns: Turns, every: Duration) -> io::Result<Self> {
         let (sender, receiver) = sync_channel(1);
+        // It has the first look before anybody wakes it.
         let flags = Arc::new(Flags::default());
-        let wake = Wake {
-            flags: Arc::clone(&flags),
-            sender,
-        };
-        wake.nudge();
+        let seen = Arc::clone(&flags);
         let thread = std::thread::Builder::new()
             .name("kvcached-keeper".to_owned())
             .spawn(move || {
                 let every = every.clamp(MIN_EVERY, MAX_EVERY);
-                run(&mut pools, &flags, &receiver, every);
+                run(&mut pools, &turns, &seen, &receiver, every);
             })?;
         Ok(Self {
-            wake,
+            flags,
+            sender,
             thread: Some(thread),
         })
     }
 
-    pub(crate) fn wake(&self) -> Wake {
-        self.wake.clone()
+    /// Wakes the thread for the pool that has this flag.
+    pub(crate) fn wake(&self, resting: Arc<AtomicBool>) -> Wake {
+        Wake {
+            flags: Arc::clone(&self.flags),
+            resting,
+            sender: self.sender.clone(),
+        }
     }
 }
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        self.wake.flags.stop.store(true, Ordering::Release);
+        self.flags.stop.store(true, Ordering::Release);
         // If there is no room, it is about to wake up, and sees the flag.
-        let _ = self.wake.sender.try_send(());
+        let _ = self.sender.try_send(());
         if self
             .thread
             .take()
@@ -126,8 +148,11 @@ impl Drop for Keeper {
 }
 
 impl Wake {
-    /// Makes the thread look at the reserves soon.
+    /// Makes the thread look at the pools soon.
     pub(crate) fn nudge(&self) {
+        if self.resting.load(Ordering::Relaxed) {
+            return;
+        }
         if !self.flags.pending.swap(true, Ordering::AcqRel) {
             // If there is no room, it is about to wake up anyway.
             let _ = self.sender.try_send(());
@@ -142,40 +167,51 @@ impl Wake {
     }
 }
 
-fn run(pools: &mut [Kept], flags: &Flags, receiver: &Receiver<()>, every: Duration) {
+fn run(pools: &mut [Kept], turns: &Turns, flags: &Flags, receiver: &Receiver<()>, every: Duration) {
+    let mut tick_at = now() + every;
     loop {
-        let next = pools.iter().filter_map(|kept| kept.look_at).min();
-        let mut pause = next.map_or(every, |at| at.saturating_duration_since(now()));
-        if flags.alarm.load(Ordering::Acquire) && pools.iter().all(|kept| kept.pause.is_zero()) {
-            // Its wake-up may have been thrown away below.
-            pause = Duration::ZERO;
-        }
-        match receiver.recv_timeout(pause.min(every)) {
-            Ok(()) | Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return,
-        }
         // Cleared before the work, so that whoever changes a pool meanwhile is not missed.
         flags.pending.store(false, Ordering::Release);
-        let alarmed = flags.alarm.load(Ordering::Acquire);
-        let mut content = true;
+        let alarmed = flags.alarm.swap(false, Ordering::AcqRel);
+        let ticks = now() >= tick_at;
+        if ticks {
+            tick_at = now() + every;
+        }
         let mut healthy = true;
         for kept in &mut *pools {
             if flags.stop.load(Ordering::Acquire) {
                 return;
             }
+            if ticks {
+                kept.pages.tick();
+            }
+            turns.give_way();
             healthy &= kept.look(alarmed, every);
-            content &= kept.replenish(&flags.stop);
         }
-        if healthy {
-            flags.alarm.store(false, Ordering::Release);
+        if !healthy {
+            // Attempts come at their own pace: nobody need wake this thread for them.
+            flags.alarm.store(true, Ordering::Release);
         }
-        if !content {
-            // Full or broken, as it will still be a moment later: rest until the time is over
-            // instead of being woken by every allocation.
-            flags.pending.store(true, Ordering::Release);
-            while receiver.try_recv().is_ok() {}
+        // One step of each at a time, so that a pool with much to do holds up no other.
+        let mut left: Vec<&mut Kept> = pools.iter_mut().collect();
+        while !left.is_empty() {
+            left.retain_mut(|kept| {
+                // A lock that is let go and taken again at once mostly stays with who has it, so
+                // demands are looked for before each step and not left to meet it.
+                turns.give_way();
+                !flags.stop.load(Ordering::Acquire) && kept.step(every)
+            });
         }
-        // Last, since a wake-up to stop may be among those just thrown away.
+        if flags.stop.load(Ordering::Acquire) {
+            return;
+        }
+        let looks = pools.iter().filter_map(|kept| kept.look_at);
+        let rests = pools.iter().filter_map(|kept| kept.rests_until);
+        let next = looks.chain(rests).fold(tick_at, Instant::min);
+        let pause = next.saturating_duration_since(now());
+        if let Err(RecvTimeoutError::Disconnected) = receiver.recv_timeout(pause) {
+            return;
+        }
         if flags.stop.load(Ordering::Acquire) {
             return;
         }
@@ -223,31 +259,42 @@ impl Kept {
         self.pause.is_zero()
     }
 
-    /// Brings the pool within its bounds; tells whether it got there.
-    fn replenish(&mut self, stop: &AtomicBool) -> bool {
-        if !self.keeps_reserve {
-            return true;
+    /// One step towards what the recent demand and the limit ask for; tells whether another one right
+    /// away makes sense.
+    fn step(&mut self, every: Duration) -> bool {
+        if self.rests_until.is_some_and(|until| until > now()) {
+            return false;
         }
-        while !stop.load(Ordering::Acquire) {
-            match self.pages.replenish() {
-                Ok(done) if done.full.is_some() => return false,
-                Ok(done) => {
-                    self.failed = false;
-                    if !done.more {
-                        return true;
-                    }
+        self.rest(None);
+        let result = match self.keeps_reserve {
+            true => self.pages.replenish(),
+            false => self.pages.keep_to_limit(),
+        };
+        match result {
+            Ok(done) => {
+                self.failed = false;
+                // Of other reasons whoever makes room tells; a neighbour that frees memory does not.
+                let rests = done.full == Some(FullReason::DeviceMemory);
+                if rests {
+                    self.rest(Some(every));
                 }
-                Err(error) => {
-                    // Once per failure, not once per attempt.
-                    if !self.failed {
-                        tracing::warn!(pool = %self.pool, %error, "the reserve cannot be kept");
-                    }
-                    self.failed = true;
-                    return false;
+                done.more && !rests
+            }
+            Err(error) => {
+                // Once per failure, not once per attempt.
+                if !self.failed {
+                    tracing::warn!(pool = %self.pool, %error, "the reserve or the limit cannot be kept");
                 }
+                self.failed = true;
+                self.rest(Some(every));
+                false
             }
         }
-        true
+    }
+
+    fn rest(&mut self, pause: Option<Duration>) {
+        self.rests_until = pause.map(|pause| now() + pause);
+        self.resting.store(pause.is_some(), Ordering::Relaxed);
     }
 }
 

@@ -4,7 +4,7 @@
 //! allocations. Pages guard themselves, so limits, trimming and the reserve get on without it
 //! while an allocation waits for memory.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvcached_manager::{
@@ -12,7 +12,9 @@ use kvcached_manager::{
     LimitStatus, PageOccupancy, PoolUsage,
 };
 use kvcached_mapper::{Epoch, Geometry, Health, MapError, Mapper, PageId, PoolId};
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, Repaired, Replenished, Reserve};
+use kvcached_page_alloc::{
+    PageAllocator, PageAllocatorConfig, Repaired, Replenished, Reserve, Turns, Unmapping,
+};
 
 use crate::config::MaxRun;
 use crate::keeper::Wake;
@@ -28,15 +30,18 @@ pub struct Pool {
     blocks: Mutex<BlockManager>,
     pages: Arc<PageAllocator>,
     mapper: Arc<dyn Mapper>,
-    /// Wakes who keeps the reserve and brings ranks back, if anybody does.
+    /// Wakes who maps ahead, unmaps behind, and brings ranks back, if anybody does.
     wake: Option<Wake>,
-    /// Pages available when that was last considered.
-    considered: AtomicU32,
 }
 
 impl Pool {
     /// A pool over a mapper that is ready; takes the null block.
-    pub(crate) fn new(pool: MappedPool, max_run: MaxRun) -> Result<Self, StartError> {
+    pub(crate) fn new(
+        pool: MappedPool,
+        max_run: MaxRun,
+        unmapping: Unmapping,
+        turns: &Turns,
+    ) -> Result<Self, StartError> {
         let MappedPool {
             id: pool,
             geometry,
@@ -55,6 +60,9 @@ impl Pool {
             max_run: max_run.pages(&geometry),
             reserve,
             floor_bytes,
+            run_chunks: NonZeroU32::new(geometry.extents_per_page()).unwrap_or(NonZeroU32::MIN),
+            unmapping,
+            turns: turns.clone(),
             ..PageAllocatorConfig::new(geometry.pages(), geometry.bundle_bytes())
         };
         let pages = PageAllocator::new(config, Arc::clone(&mapper))
@@ -72,7 +80,6 @@ impl Pool {
             geometry,
             tensor_bases,
             reserve,
-            considered: AtomicU32::new(pages.available()),
             blocks: Mutex::new(blocks),
             pages,
             mapper,
@@ -133,7 +140,7 @@ impl Pool {
     pub fn alloc_into(&self, n: u32, out: &mut Vec<BlockId>) -> Result<(), AllocError> {
         let result = self.blocks().alloc_into(n, out);
         self.consider_ranks(&result);
-        self.consider_reserve();
+        self.consider_work();
         result
     }
 
@@ -143,7 +150,7 @@ impl Pool {
     /// The first block that cannot be freed; nothing changed.
     pub fn free(&self, blocks: &[BlockId]) -> Result<(), FreeError> {
         let result = self.blocks().free(blocks);
-        self.consider_reserve();
+        self.consider_work();
         result
     }
 
@@ -155,7 +162,7 @@ impl Pool {
     /// As [`free`](Self::free).
     pub fn free_in(&self, blocks: &[BlockId], epoch: Epoch) -> Result<(), FreeError> {
         let result = self.blocks().free_in(blocks, epoch);
-        self.consider_reserve();
+        self.consider_work();
         result
     }
 
@@ -163,7 +170,7 @@ impl Pool {
     /// rank's process says so itself, nobody need say it here.
     pub fn retire(&self, epoch: Epoch) {
         self.pages.retire(epoch);
-        self.consider_reserve();
+        self.consider_work();
     }
 
     /// Takes everything back that is handed out, except what is held. See [`BlockManager::clear`].
@@ -172,7 +179,7 @@ impl Pool {
     /// [`FreeError::Pages`] only; nothing changed.
     pub fn clear(&self) -> Result<u32, FreeError> {
         let result = self.blocks().clear();
-        self.consider_reserve();
+        self.consider_work();
         result
     }
 
@@ -183,7 +190,7 @@ impl Pool {
     pub fn hold(&self, n: u32) -> Result<HoldId, AllocError> {
         let result = self.blocks().hold(n);
         self.consider_ranks(&result);
-        self.consider_reserve();
+        self.consider_work();
         result
     }
 
@@ -201,7 +208,7 @@ impl Pool {
     /// No such hold; nothing changed.
     pub fn release_hold(&self, hold: HoldId) -> Result<u32, HoldError> {
         let result = self.blocks().release_hold(hold);
-        self.consider_reserve();
+        self.consider_work();
         result
     }
 
@@ -234,7 +241,9 @@ impl Pool {
     /// # Errors
     /// Below the floor; the limit in force stays.
     pub fn set_limit(&self, limit: Limit) -> Result<LimitStatus, LimitError> {
-        self.pages.set_limit(limit)
+        let result = self.pages.set_limit(limit);
+        self.consider_work();
+        result
     }
 
     /// The limit in force.
@@ -258,12 +267,19 @@ impl Pool {
         self.pages.trim()
     }
 
-    /// One step towards the reserve, for schedulers without a thread that does it.
+    /// One step towards the reserve, for schedulers without a thread that does it. See
+    /// [`PageAllocator::replenish`].
     ///
     /// # Errors
     /// What the mapper answered, except that it is full.
     pub fn replenish(&self) -> Result<Replenished, MapError> {
         self.pages.replenish()
+    }
+
+    /// Tells that some time has passed, always about as much, for schedulers without a thread that
+    /// does: demand of long ago then asks for no reserve any more. See [`PageAllocator::tick`].
+    pub fn tick(&self) {
+        self.pages.tick();
     }
 
     /// How far every rank is known to have the pages that it should. A fenced pool hands out no
@@ -280,7 +296,9 @@ impl Pool {
     /// # Errors
     /// What stood in the way; the attempt may be repeated.
     pub fn repair(&self) -> Result<Repaired, MapError> {
-        self.pages.repair()
+        let result = self.pages.repair();
+        self.consider_work();
+        result
     }
 
     /// How often a rank has lost what the pool's pages held: the process was replaced, or released
@@ -306,18 +324,12 @@ impl Pool {
         }
     }
 
-    /// Wakes who keeps the reserve if pages came or went and the reserve is out of its bounds.
-    fn consider_reserve(&self) {
-        let Some(wake) = &self.wake else { return };
-        let available = self.pages.available();
-        if self.reserve.max == 0 {
-            return;
-        }
-        if self.considered.swap(available, Ordering::Relaxed) == available {
-            return;
-        }
-        let warm = self.pages.usage().warm;
-        if warm < self.reserve.min || warm > self.reserve.max {
+    /// Wakes who works behind the callers if there is something to do.
+    #[inline]
+    fn consider_work(&self) {
+        if let Some(wake) = &self.wake
+            && self.pages.is_due()
+        {
             wake.nudge();
         }
     }

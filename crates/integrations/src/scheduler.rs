@@ -13,7 +13,7 @@ use kvcached_mapper::{
     Epoch, Epochs, Geometry, LayoutError, LocalMapper, MapError, Mapper, NotReady, PoolId,
     PoolSpec, Readiness,
 };
-use kvcached_page_alloc::Reserve;
+use kvcached_page_alloc::{Reserve, Turns, Unmapping};
 use kvcached_tp_ipc::{Deadline, InstanceName, Topology};
 use kvcached_vmm::Driver;
 use thiserror::Error;
@@ -26,8 +26,8 @@ use crate::pool::Pool;
 /// Granularity that GPUs have, for a coordinator that has none of its own to ask.
 pub const DEFAULT_GRANULARITY: u64 = 2 << 20;
 
-/// How often the reserve is looked at when nobody wakes its thread: memory that a neighbour gave
-/// back does not announce itself.
+/// How often the pools are looked at when nobody wakes their thread: memory that a neighbour gave
+/// back does not announce itself. The reserve then covers what was asked for within such a time.
 const DEFAULT_EVERY: Duration = Duration::from_millis(200);
 
 /// The pools of one engine, ready for use.
@@ -93,16 +93,20 @@ pub struct MappedPool {
     pub tensor_bases: Vec<u64>,
 }
 
-/// Who keeps the reserve of warm pages, and brings ranks back that do not count.
+/// Who keeps the reserve of warm pages, unmaps what is freed above a limit, and brings ranks back that
+/// do not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Background {
-    /// A thread, woken when pages come or go or a rank is lost, and at least `every` so often.
+    /// A thread, woken when there is something to do or a rank is lost, and at least `every` so often.
+    /// No free then waits for the device.
     On {
-        /// Longest time between two looks.
+        /// Longest time between two looks, and how often time passes for the demand that the reserves
+        /// follow.
         every: Duration,
     },
-    /// The caller, by [`Pool::replenish`] and [`Pool::repair`]: everything then happens in the caller's order.
+    /// The caller, by [`Pool::replenish`], [`Pool::tick`] and [`Pool::repair`]: everything then happens
+    /// in the caller's order, and what is freed above a limit is unmapped in the call that frees it.
     Off,
 }
 
@@ -336,32 +340,39 @@ impl Scheduler {
         background: Background,
         epochs: Arc<Epochs>,
     ) -> Result<Self, StartError> {
+        let turns = Turns::new();
+        let unmapping = match background {
+            Background::On { .. } => Unmapping::Behind,
+            Background::Off => Unmapping::InCall,
+        };
         let mut pools = pools
             .into_iter()
-            .map(|pool| Pool::new(pool, max_run))
+            .map(|pool| Pool::new(pool, max_run, unmapping, &turns))
             .collect::<Result<Vec<_>, _>>()?;
-        let kept = pools.iter().map(|pool| {
-            let keeps_reserve = pool.reserve().max > 0;
-            Kept::new(pool.id(), Arc::clone(pool.pages()), keeps_reserve)
-        });
         // Null blocks are taken by now: a reserve that is mapped from here on cannot get at them.
         let keeper = match background {
             Background::On { every } => {
-                Some(Keeper::start(kept.collect(), every).map_err(StartError::Thread)?)
+                let kept: Vec<Kept> = pools.iter().map(kept).collect();
+                let resting: Vec<_> = kept.iter().map(|kept| Arc::clone(kept.resting())).collect();
+                let keeper = Keeper::start(kept, turns, every).map_err(StartError::Thread)?;
+                for (pool, resting) in pools.iter_mut().zip(resting) {
+                    pool.wake_by(keeper.wake(resting));
+                }
+                Some(keeper)
             }
             Background::Off => None,
         };
-        if let Some(keeper) = &keeper {
-            for pool in &mut pools {
-                pool.wake_by(keeper.wake());
-            }
-        }
         Ok(Self {
             keeper,
             pools,
             epochs,
         })
     }
+}
+
+fn kept(pool: &Pool) -> Kept {
+    let keeps_reserve = pool.reserve().max > 0;
+    Kept::new(pool.id(), Arc::clone(pool.pages()), keeps_reserve)
 }
 
 fn check_ids(pools: impl Iterator<Item = PoolId>) -> Result<(), StartError> {

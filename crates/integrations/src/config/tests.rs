@@ -26,7 +26,7 @@ fn every_variable_is_optional() {
     assert_eq!(config.layout, Layout::Contiguous);
     assert_eq!(config.page_size, PageSize::Auto);
     assert_eq!(config.cold, Cold::Unbacked);
-    assert_eq!(config.reserve, Reserve { min: 8, max: 32 });
+    assert_eq!(config.reserve, Reserve { min: 0, max: 64 });
     assert_eq!(config.max_run, MaxRun::Bytes(32 << 20));
     assert_eq!(config.ipc_timeout, Duration::from_secs(60));
     assert_eq!(config.orphan_timeout, Duration::from_secs(150));
@@ -172,7 +172,8 @@ fn reserves_that_are_half_given_stay_in_order() {
     const MIN: &str = "KVCACHED_MIN_RESERVED_PAGES";
     const MAX: &str = "KVCACHED_MAX_RESERVED_PAGES";
     assert_eq!(reserve(&[(MIN, "100")]), Ok(Reserve { min: 100, max: 100 }));
-    assert_eq!(reserve(&[(MAX, "2")]), Ok(Reserve { min: 2, max: 2 }));
+    assert_eq!(reserve(&[(MAX, "2")]), Ok(Reserve { min: 0, max: 2 }));
+    assert_eq!(reserve(&[(MIN, "2")]), Ok(Reserve { min: 2, max: 64 }));
     assert_eq!(reserve(&[(MAX, "0")]), Ok(Reserve { min: 0, max: 0 }));
     let error = reserve(&[(MIN, "5"), (MAX, "4")]).unwrap_err();
     let text = error.to_string();

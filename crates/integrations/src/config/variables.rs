@@ -25,8 +25,8 @@ pub struct Variable {
 /// | `KVCACHED_LAYOUT` | contiguous, unified or per-layer | contiguous |
 /// | `KVCACHED_PAGE_SIZE` | auto, or a size such as 2MiB or 4m | auto |
 /// | `KVCACHED_COLD` | unbacked or zero | unbacked |
-/// | `KVCACHED_MIN_RESERVED_PAGES` | a whole number of pages, at most KVCACHED_MAX_RESERVED_PAGES | 8, or KVCACHED_MAX_RESERVED_PAGES if that is less |
-/// | `KVCACHED_MAX_RESERVED_PAGES` | a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES | 32, or KVCACHED_MIN_RESERVED_PAGES if that is more |
+/// | `KVCACHED_MIN_RESERVED_PAGES` | a whole number of pages, at most KVCACHED_MAX_RESERVED_PAGES | 0 |
+/// | `KVCACHED_MAX_RESERVED_PAGES` | a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES | 64, or KVCACHED_MIN_RESERVED_PAGES if that is more |
 /// | `KVCACHED_MAX_RUN_PAGES` | 1 to 64, and not together with KVCACHED_MAX_RUN_BYTES | what KVCACHED_MAX_RUN_BYTES comes to |
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
 /// | `KVCACHED_IPC_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
@@ -75,14 +75,16 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "KVCACHED_MIN_RESERVED_PAGES",
         allowed: "a whole number of pages, at most KVCACHED_MAX_RESERVED_PAGES",
-        default: "8, or KVCACHED_MAX_RESERVED_PAGES if that is less",
-        meaning: "idle pages kept backed, so that growth need not wait for the device",
+        default: "0",
+        meaning: "idle pages kept backed whatever the demand, so that growth need not wait for the \
+                  device",
     },
     Variable {
         name: "KVCACHED_MAX_RESERVED_PAGES",
         allowed: "a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES",
-        default: "32, or KVCACHED_MIN_RESERVED_PAGES if that is more",
-        meaning: "idle pages beyond which memory goes back; 0 switches the reserve off",
+        default: "64, or KVCACHED_MIN_RESERVED_PAGES if that is more",
+        meaning: "idle pages kept backed at most, however large the recent demand; 0 switches the \
+                  reserve off",
     },
     Variable {
         name: "KVCACHED_MAX_RUN_PAGES",
