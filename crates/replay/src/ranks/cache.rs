@@ -476,6 +476,8 @@ impl KvCache for RankedCache {
         self.recover_if_struck()?;
         self.send_stamps()?;
         self.tend(|pool| {
+            // Time passes by steps here, for the demand as for everything else.
+            pool.tick();
             while pool.replenish()?.more {}
             Ok(())
         })?;
