@@ -154,7 +154,7 @@ fn the_null_block_is_block_0_and_no_page_is_given_twice_however_a_start_is_delay
             id: POOL,
             geometry: geometry.clone(),
             policy: PoolPolicy {
-                reserve: Reserve { min: 3, max: 9 },
+                reserve: Reserve { min: 3, max: 9 }.into(),
                 ..PoolPolicy::default()
             },
             mapper: Arc::clone(&delayed) as Arc<dyn Mapper>,

@@ -26,8 +26,9 @@ mod variables;
 use variables::allowed;
 pub use variables::{UnknownVariable, VARIABLES, Variable, unknown_variables};
 
-/// An idle engine keeps nothing that others could use, and a busy one what it asked for lately.
-const DEFAULT_RESERVE: Reserve = Reserve { min: 0, max: 64 };
+/// What a reserve may grow to if nobody says so: the blocks of a few long prompts, and less than a
+/// hundredth of the GPUs that were measured.
+const DEFAULT_RESERVE_BYTES: u64 = 1 << 30;
 
 /// Chunks of more than this read slower on the GPUs that were measured.
 const DEFAULT_RUN_BYTES: u64 = 32 << 20;
@@ -49,7 +50,7 @@ pub struct Config {
     /// What lies behind a page without memory.
     pub cold: Cold,
     /// Idle pages kept backed.
-    pub reserve: Reserve,
+    pub reserve: ReserveBounds,
     /// Pages backed together.
     pub max_run: MaxRun,
     /// How long to wait for another rank's answer.
@@ -62,6 +63,16 @@ pub struct Config {
     pub ready_timeout: Duration,
     /// Where the memory is.
     pub device: Device,
+}
+
+/// Between which bounds the idle pages follow the demand that are kept backed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ReserveBounds {
+    /// Pages kept whatever the demand.
+    pub min: u32,
+    /// Pages kept at most, not less than `min`; 0: none, ever. `None`: those of 1 GiB on one rank, but
+    /// at least one, and at least `min`.
+    pub max: Option<u32>,
 }
 
 /// How many pages are backed together at most.
@@ -231,7 +242,10 @@ impl Config {
             page_size = %describe_page_size(self.page_size),
             cold = describe_cold(self.cold),
             min_reserved_pages = self.reserve.min,
-            max_reserved_pages = self.reserve.max,
+            max_reserved_pages = self.reserve.max.map_or_else(
+                || format!("those of {}", ByteSize(DEFAULT_RESERVE_BYTES)),
+                |pages| pages.to_string(),
+            ),
             max_run = %self.max_run,
             ipc_timeout_s = self.ipc_timeout.as_secs_f64(),
             orphan_timeout_s = self.orphan_timeout.as_secs_f64(),
@@ -262,6 +276,32 @@ impl Config {
                 .parse()
                 .expect("a name stays one with letters and digits at its end"),
         }
+    }
+}
+
+impl ReserveBounds {
+    /// No reserve.
+    pub const NONE: Self = Self {
+        min: 0,
+        max: Some(0),
+    };
+
+    /// In pages of a pool of that geometry.
+    #[must_use]
+    pub fn pages(self, geometry: &Geometry) -> Reserve {
+        let Self { min, max } = self;
+        let max = max.unwrap_or_else(|| {
+            let pages = DEFAULT_RESERVE_BYTES / geometry.bundle_bytes();
+            u32::try_from(pages).unwrap_or(u32::MAX).max(1).max(min)
+        });
+        Reserve { min, max }
+    }
+}
+
+impl From<Reserve> for ReserveBounds {
+    fn from(Reserve { min, max }: Reserve) -> Self {
+        let max = Some(max);
+        Self { min, max }
     }
 }
 
@@ -323,24 +363,15 @@ impl<F: Fn(&str) -> Option<OsString>> Settings<F> {
         })
     }
 
-    fn reserve(&self) -> Result<Reserve, ConfigError> {
+    fn reserve(&self) -> Result<ReserveBounds, ConfigError> {
         const MIN: &str = "KVCACHED_MIN_RESERVED_PAGES";
         const MAX: &str = "KVCACHED_MAX_RESERVED_PAGES";
-        let min = self.parse(MIN, from_str::<u32>)?;
+        let min = self.parse(MIN, from_str::<u32>)?.unwrap_or(0);
         let max = self.parse(MAX, from_str::<u32>)?;
-        match (min, max) {
-            (Some(min), Some(max)) if min > max => Err(self.contradiction(MIN, MAX)),
-            (Some(min), Some(max)) => Ok(Reserve { min, max }),
-            (Some(min), None) => Ok(Reserve {
-                min,
-                max: DEFAULT_RESERVE.max.max(min),
-            }),
-            (None, Some(max)) => Ok(Reserve {
-                min: DEFAULT_RESERVE.min,
-                max,
-            }),
-            (None, None) => Ok(DEFAULT_RESERVE),
+        if max.is_some_and(|max| min > max) {
+            return Err(self.contradiction(MIN, MAX));
         }
+        Ok(ReserveBounds { min, max })
     }
 
     fn max_run(&self) -> Result<MaxRun, ConfigError> {

@@ -54,6 +54,7 @@ impl Pool {
             limit,
             floor_bytes,
         } = policy;
+        let reserve = reserve.pages(&geometry);
         let space = BlockSpace::from(&geometry);
         let config = PageAllocatorConfig {
             void: space.void_pages().collect(),

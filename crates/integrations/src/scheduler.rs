@@ -13,13 +13,13 @@ use kvcached_mapper::{
     Epoch, Epochs, Geometry, LayoutError, LocalMapper, MapError, Mapper, NotReady, PoolId,
     PoolSpec, Readiness,
 };
-use kvcached_page_alloc::{Reserve, Turns, Unmapping};
+use kvcached_page_alloc::{Turns, Unmapping};
 use kvcached_tp_ipc::{Deadline, InstanceName, Topology};
 use kvcached_vmm::Driver;
 use thiserror::Error;
 
 use crate::compose::{ComposeError, MapperConfig, compose, list};
-use crate::config::{Config, MaxRun};
+use crate::config::{Config, MaxRun, ReserveBounds};
 use crate::keeper::{Keeper, Kept};
 use crate::pool::Pool;
 
@@ -68,10 +68,10 @@ pub struct PoolSetup {
 }
 
 /// How a pool is kept. By default without a limit, a floor or a reserve.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolPolicy {
-    /// Idle pages kept backed; both zero: none.
-    pub reserve: Reserve,
+    /// Idle pages kept backed.
+    pub reserve: ReserveBounds,
     /// A limit to start with.
     pub limit: Option<Limit>,
     /// Bytes that the pool is promised: a limit below is refused.
@@ -200,6 +200,16 @@ impl SchedulerConfig {
             ready_timeout: config.ready_timeout,
             granularity: DEFAULT_GRANULARITY,
             background: Background::default(),
+        }
+    }
+}
+
+impl Default for PoolPolicy {
+    fn default() -> Self {
+        Self {
+            reserve: ReserveBounds::NONE,
+            limit: None,
+            floor_bytes: 0,
         }
     }
 }
@@ -390,5 +400,7 @@ fn check_ids(pools: impl Iterator<Item = PoolId>) -> Result<(), StartError> {
     }
 }
 
+#[cfg(test)]
+mod behind;
 #[cfg(test)]
 mod tests;

@@ -851,7 +851,7 @@ fn a_reserve_is_kept_on_every_rank() {
     let _workers =
         [1, 2].map(|rank| engine.worker(0, rank, &[POOL], &devices[usize::from(rank) - 1]));
     let policy = PoolPolicy {
-        reserve: Reserve { min: 5, max: 8 },
+        reserve: Reserve { min: 5, max: 8 }.into(),
         ..PoolPolicy::default()
     };
     let setup = PoolSetup {

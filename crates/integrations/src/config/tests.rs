@@ -26,7 +26,7 @@ fn every_variable_is_optional() {
     assert_eq!(config.layout, Layout::Contiguous);
     assert_eq!(config.page_size, PageSize::Auto);
     assert_eq!(config.cold, Cold::Unbacked);
-    assert_eq!(config.reserve, Reserve { min: 0, max: 64 });
+    assert_eq!(config.reserve, ReserveBounds { min: 0, max: None });
     assert_eq!(config.max_run, MaxRun::Bytes(32 << 20));
     assert_eq!(config.ipc_timeout, Duration::from_secs(60));
     assert_eq!(config.orphan_timeout, Duration::from_secs(150));
@@ -80,7 +80,7 @@ fn every_variable_takes_effect() {
     assert_eq!(config.layout, Layout::PerLayer);
     assert_eq!(config.page_size, PageSize::Bytes(4 << 20));
     assert_eq!(config.cold, Cold::Zero);
-    assert_eq!(config.reserve, Reserve { min: 3, max: 5 });
+    assert_eq!(config.reserve, Reserve { min: 3, max: 5 }.into());
     assert_eq!(config.max_run, MaxRun::Pages(NonZeroU32::new(64).unwrap()));
     assert_eq!(config.ipc_timeout, Duration::from_millis(1500));
     assert_eq!(config.orphan_timeout, Duration::from_secs(7));
@@ -171,10 +171,10 @@ fn reserves_that_are_half_given_stay_in_order() {
     let reserve = |pairs: &[(&str, &str)]| resolve(pairs).map(|config| config.reserve);
     const MIN: &str = "KVCACHED_MIN_RESERVED_PAGES";
     const MAX: &str = "KVCACHED_MAX_RESERVED_PAGES";
-    assert_eq!(reserve(&[(MIN, "100")]), Ok(Reserve { min: 100, max: 100 }));
-    assert_eq!(reserve(&[(MAX, "2")]), Ok(Reserve { min: 0, max: 2 }));
-    assert_eq!(reserve(&[(MIN, "2")]), Ok(Reserve { min: 2, max: 64 }));
-    assert_eq!(reserve(&[(MAX, "0")]), Ok(Reserve { min: 0, max: 0 }));
+    let bounds = |min, max| Ok(ReserveBounds { min, max });
+    assert_eq!(reserve(&[(MIN, "100")]), bounds(100, None));
+    assert_eq!(reserve(&[(MAX, "2")]), bounds(0, Some(2)));
+    assert_eq!(reserve(&[(MAX, "0")]), Ok(ReserveBounds::NONE));
     let error = reserve(&[(MIN, "5"), (MAX, "4")]).unwrap_err();
     let text = error.to_string();
     assert!(
@@ -195,19 +195,35 @@ fn two_bounds_for_runs_exclude_each_other() {
     ));
 }
 
+/// Of a pool with one extent a page.
+fn geometry(page_bytes: u64) -> Geometry {
+    let spec = PoolSpec {
+        layout: Layout::Contiguous,
+        layers: 1,
+        kv_buffers: KvBuffers::One,
+        block_bytes: 4096,
+        page_size: PageSize::Bytes(page_bytes),
+        capacity_bytes: 1 << 40,
+    };
+    spec.resolve(2 << 20).unwrap()
+}
+
+#[test]
+fn a_reserve_has_at_most_the_pages_of_1_gib_unless_more_are_asked_for() {
+    let pages = |min, max, page_bytes| {
+        let Reserve { min, max } = ReserveBounds { min, max }.pages(&geometry(page_bytes));
+        (min, max)
+    };
+    assert_eq!(pages(0, None, 2 << 20), (0, 512));
+    assert_eq!(pages(0, None, 128 << 20), (0, 8));
+    assert_eq!(pages(0, None, 4 << 30), (0, 1));
+    assert_eq!(pages(600, None, 2 << 20), (600, 600));
+    assert_eq!(pages(3, Some(900), 2 << 20), (3, 900));
+    assert_eq!(pages(0, Some(0), 2 << 20), (0, 0));
+}
+
 #[test]
 fn a_run_has_1_to_64_pages() {
-    let geometry = |page_bytes| {
-        let spec = PoolSpec {
-            layout: Layout::Contiguous,
-            layers: 1,
-            kv_buffers: KvBuffers::One,
-            block_bytes: 4096,
-            page_size: PageSize::Bytes(page_bytes),
-            capacity_bytes: 1 << 40,
-        };
-        spec.resolve(2 << 20).unwrap()
-    };
     let run = MaxRun::Bytes(32 << 20);
     assert_eq!(run.pages(&geometry(2 << 20)).get(), 16);
     assert_eq!(run.pages(&geometry(1 << 30)).get(), 1);

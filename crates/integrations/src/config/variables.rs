@@ -26,7 +26,7 @@ pub struct Variable {
 /// | `KVCACHED_PAGE_SIZE` | auto, or a size such as 2MiB or 4m | auto |
 /// | `KVCACHED_COLD` | unbacked or zero | unbacked |
 /// | `KVCACHED_MIN_RESERVED_PAGES` | a whole number of pages, at most KVCACHED_MAX_RESERVED_PAGES | 0 |
-/// | `KVCACHED_MAX_RESERVED_PAGES` | a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES | 64, or KVCACHED_MIN_RESERVED_PAGES if that is more |
+/// | `KVCACHED_MAX_RESERVED_PAGES` | a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES | those of 1GiB, or KVCACHED_MIN_RESERVED_PAGES if that is more |
 /// | `KVCACHED_MAX_RUN_PAGES` | 1 to 64, and not together with KVCACHED_MAX_RUN_BYTES | what KVCACHED_MAX_RUN_BYTES comes to |
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
 /// | `KVCACHED_IPC_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
@@ -82,7 +82,7 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "KVCACHED_MAX_RESERVED_PAGES",
         allowed: "a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES",
-        default: "64, or KVCACHED_MIN_RESERVED_PAGES if that is more",
+        default: "those of 1GiB, or KVCACHED_MIN_RESERVED_PAGES if that is more",
         meaning: "idle pages kept backed at most, however large the recent demand; 0 switches the \
                   reserve off",
     },

@@ -9,9 +9,9 @@ use super::*;
 use crate::testing::eventually;
 
 /// Blocks on one page of the pools here.
-const PER_PAGE: u32 = 4;
+pub(super) const PER_PAGE: u32 = 4;
 
-const ON: Background = Background::On {
+pub(super) const ON: Background = Background::On {
     every: Duration::from_secs(3600),
 };
 
@@ -27,15 +27,23 @@ fn spec(pages: u32) -> PoolSpec {
 }
 
 /// A reserve of `min` to `max` pages and nothing else.
-const fn reserve(min: u32, max: u32) -> PoolPolicy {
+pub(super) const fn reserve(min: u32, max: u32) -> PoolPolicy {
     PoolPolicy {
-        reserve: Reserve { min, max },
+        reserve: ReserveBounds {
+            min,
+            max: Some(max),
+        },
         limit: None,
         floor_bytes: 0,
     }
 }
 
-fn mapped(pool: u16, pages: u32, policy: PoolPolicy, mapper: &Arc<RecordingMapper>) -> MappedPool {
+pub(super) fn mapped(
+    pool: u16,
+    pages: u32,
+    policy: PoolPolicy,
+    mapper: &Arc<RecordingMapper>,
+) -> MappedPool {
     MappedPool {
         id: PoolId(pool),
         geometry: spec(pages).resolve(4096).unwrap(),
@@ -45,11 +53,11 @@ fn mapped(pool: u16, pages: u32, policy: PoolPolicy, mapper: &Arc<RecordingMappe
     }
 }
 
-fn run_pages(pages: u32) -> MaxRun {
+pub(super) fn run_pages(pages: u32) -> MaxRun {
     MaxRun::Pages(pages.try_into().unwrap())
 }
 
-fn start(
+pub(super) fn start(
     pages: u32,
     policy: PoolPolicy,
     mapper: &Arc<RecordingMapper>,
@@ -62,7 +70,7 @@ fn start(
     )
 }
 
-fn only(scheduler: &Scheduler) -> &Pool {
+pub(super) fn only(scheduler: &Scheduler) -> &Pool {
     scheduler.pool(PoolId(0)).expect("the pool that was set up")
 }
 

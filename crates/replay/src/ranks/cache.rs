@@ -215,7 +215,7 @@ impl RankedCache {
                 id: pool_id(index),
                 geometry: pool.geometry.clone(),
                 policy: PoolPolicy {
-                    reserve: pool.reserve,
+                    reserve: pool.reserve.into(),
                     ..PoolPolicy::default()
                 },
                 mapper,
