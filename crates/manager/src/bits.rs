@@ -39,6 +39,49 @@ impl Bits {
         was_set
     }
 
+    /// Clears `count` bits from `first` on, if all of them are set; else none of them.
+    ///
+    /// # Errors
+    /// The first bit that is not set. A number past the end never was.
+    pub(crate) fn clear_stretch(&mut self, first: u32, count: u32) -> Result<(), u32> {
+        if count == 1 {
+            return if self.clear(first) {
+                Ok(())
+            } else {
+                Err(first)
+            };
+        }
+        let bits = u32::try_from(self.0.len())
+            .ok()
+            .and_then(|words| words.checked_mul(WIDTH))
+            .unwrap_or(u32::MAX);
+        let end = match first.checked_add(count) {
+            Some(end) if end <= bits => end,
+            _ => {
+                let inside = first.min(bits)..bits;
+                return Err(self.first_clear(inside).unwrap_or_else(|| first.max(bits)));
+            }
+        };
+        if let Some(clear) = self.first_clear(first..end) {
+            return Err(clear);
+        }
+        for (word, mask) in words(first..end) {
+            self.0[word] &= !mask;
+        }
+        Ok(())
+    }
+
+    /// The lowest clear bit of `range`, which lies inside the row.
+    fn first_clear(&self, range: Range<u32>) -> Option<u32> {
+        let base = range.start / WIDTH * WIDTH;
+        words(range)
+            .zip((base..).step_by(64))
+            .find_map(|((word, mask), base)| {
+                let clear = !self.0[word] & mask;
+                (clear != 0).then(|| base + clear.trailing_zeros())
+            })
+    }
+
     pub(crate) fn set_range(&mut self, range: Range<u32>) {
         if range.len() == 1 {
             return self.set(range.start);
@@ -174,6 +217,20 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn a_stretch_that_ends_past_all_numbers_was_never_set() {
+        let mut bits = Bits::new(64);
+        bits.set_range(0..64);
+        for (first, count, clear) in [
+            (u32::MAX, 1, u32::MAX),
+            (u32::MAX - 1, 2, u32::MAX - 1),
+            (63, 2, 64),
+        ] {
+            assert_eq!(bits.clear_stretch(first, count), Err(clear));
+        }
+        assert_eq!(bits.ones(0..64).count(), 64);
+    }
+
     proptest! {
         #[test]
         fn claim_takes_the_lowest_clear_bits_of_the_range_only(
@@ -206,6 +263,34 @@ mod tests {
                 prop_assert_eq!(bits.clear(at), range.contains(&at));
             }
             prop_assert!(!bits.test(300) && !bits.clear(u32::MAX));
+        }
+
+        #[test]
+        fn a_stretch_is_cleared_whole_or_not_at_all(
+            clear in proptest::collection::btree_set(0_u32..320, 0..4),
+            first in 0_u32..340,
+            count in 1_u32..340,
+        ) {
+            let mut bits = Bits::new(320);
+            bits.set_range(0..320);
+            for &at in &clear {
+                bits.clear(at);
+            }
+            let before = bits.clone();
+            let set = |at: u32| at < 320 && !clear.contains(&at);
+            let expected = (first..first + count).find(|&at| !set(at));
+            match bits.clear_stretch(first, count) {
+                Ok(()) => {
+                    prop_assert_eq!(expected, None);
+                    for at in 0..320 {
+                        prop_assert_eq!(bits.test(at), set(at) && !(first..first + count).contains(&at));
+                    }
+                }
+                Err(at) => {
+                    prop_assert_eq!(Some(at), expected);
+                    prop_assert_eq!(bits.0, before.0);
+                }
+            }
         }
 
         #[test]

@@ -117,8 +117,14 @@ impl PageBlocks {
     pub(crate) fn take_new(&mut self, pages: &[PageId], n: u32, out: &mut Vec<BlockId>) {
         if self.space.pages_are_blocks() {
             assert_eq!(pages.len(), index(n), "as many pages as blocks");
-            for page in pages {
-                self.taken.set(page.0);
+            let mut left = pages;
+            while let Some(first) = left.first() {
+                let (stretch, rest) = left.split_at(PageId::stretch(left));
+                match stretch.len() {
+                    1 => self.taken.set(first.0),
+                    _ => self.taken.set_range(first.0..first.0 + count(stretch)),
+                }
+                left = rest;
             }
             out.extend(pages.iter().map(|page| BlockId(page.0)));
             self.claimed += n;
@@ -170,17 +176,14 @@ impl PageBlocks {
         release.emptied_blocks = 0;
         release.moved.clear();
         if self.space.pages_are_blocks() {
-            for (position, block) in blocks.iter().enumerate() {
-                if *block == NULL_BLOCK || !self.taken.clear(block.0) {
-                    self.undo(&blocks[..position], release);
-                    return Err(position);
-                }
-            }
             release
                 .emptied
                 .extend(blocks.iter().map(|block| PageId(block.0)));
-            release.emptied_blocks =
-                u32::try_from(blocks.len()).expect("distinct blocks have distinct 32-bit numbers");
+            if let Err(position) = self.clear_taken(&release.emptied) {
+                self.undo(&blocks[..position], release);
+                return Err(position);
+            }
+            release.emptied_blocks = count(blocks);
             return Ok(());
         }
         // Blocks of one page mostly come one after the other, so a page is settled once for all.
@@ -204,6 +207,32 @@ impl PageBlocks {
             share += 1;
         }
         self.settle(page, share, &on_page, release);
+        Ok(())
+    }
+
+    /// Marks the blocks of `pages` free, each of which is one, up to the first that is not taken:
+    /// on `Err` its position.
+    fn clear_taken(&mut self, pages: &[PageId]) -> Result<(), usize> {
+        let mut left = pages;
+        while let Some(&PageId(first)) = left.first() {
+            let position = pages.len() - left.len();
+            let (stretch, rest) = left.split_at(PageId::stretch(left));
+            // A stretch never goes on at 0.
+            if first == NULL_BLOCK.0 {
+                return Err(position);
+            }
+            if stretch.len() == 1 {
+                // Not worth more, and common: blocks that were freed in no order come back so.
+                if !self.taken.clear(first) {
+                    return Err(position);
+                }
+            } else {
+                self.taken
+                    .clear_stretch(first, count(stretch))
+                    .map_err(|clear| position + index(clear - first))?;
+            }
+            left = rest;
+        }
         Ok(())
     }
 
@@ -293,6 +322,11 @@ impl PageBlocks {
         self.entries[page.index()] = entry;
         self.free = self.free + free - bucket;
     }
+}
+
+/// How many distinct blocks or pages these are.
+fn count<T>(distinct: &[T]) -> u32 {
+    u32::try_from(distinct.len()).expect("distinct blocks have distinct 32-bit numbers")
 }
 
 #[cfg(test)]

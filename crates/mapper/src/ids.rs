@@ -25,6 +25,48 @@ impl PageId {
         // A u32 always fits: the workspace does not build for 16-bit targets.
         self.0 as usize
     }
+
+    /// How many pages at the start of `pages` lie one after the other in their pool, if that makes
+    /// a long stretch, which is worth treating as one; else, of any, the first alone.
+    ///
+    /// Engines mostly take and free blocks in stretches, and what is done once for a stretch costs
+    /// next to nothing a page. To look for short ones would cost those more who do not.
+    #[inline]
+    #[must_use]
+    pub fn stretch(pages: &[Self]) -> usize {
+        match *pages {
+            [] => 0,
+            [first, _, _, _, _, _, _, eighth, ..] if eighth.0.wrapping_sub(first.0) == 7 => {
+                Self::adjacent(first.0, pages)
+            }
+            _ => 1,
+        }
+    }
+
+    /// How many of `pages`, which begin at `first`, are adjacent.
+    fn adjacent(first: u32, pages: &[Self]) -> usize {
+        /// So many are compared at once, which compilers turn into vectors.
+        const STEP: usize = 16;
+        // No stretch goes on at page 0.
+        let most = (u32::MAX - first) as usize;
+        let pages = &pages[..pages.len().min(most.saturating_add(1))];
+        let mut next = first;
+        let mut done = 0;
+        for step in pages.chunks_exact(STEP) {
+            let fits = (0..).zip(step).fold(true, |fits, (offset, page)| {
+                fits & (page.0 == next.wrapping_add(offset))
+            });
+            if !fits {
+                break;
+            }
+            done += STEP;
+            next = next.wrapping_add(16);
+        }
+        // No more than a step, and less than that before the slice ends or the stretch does.
+        let rest = (0..).zip(&pages[done..]);
+        let fitting = rest.take_while(|(offset, page)| page.0 == next.wrapping_add(*offset));
+        done + fitting.count()
+    }
 }
 
 impl fmt::Display for PageId {
@@ -114,5 +156,34 @@ impl PageRun {
 impl fmt::Display for PageRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "pages {}..{}", self.first.0, self.first.0 + self.count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_stretch_is_of_adjacent_pages_and_a_long_one_is_found_whole(
+            first in prop_oneof![0_u32..100, u32::MAX - 60..=u32::MAX],
+            len in 0_u32..100,
+            elsewhere in 0_usize..100,
+            page: u32,
+        ) {
+            let mut pages: Vec<PageId> = (0..len).map(|at| PageId(first.wrapping_add(at))).collect();
+            if let Some(there) = pages.get_mut(elsewhere) {
+                *there = PageId(page);
+            }
+            let follows = |pair: &&[PageId]| pair[0].0.checked_add(1) == Some(pair[1].0);
+            let adjacent = match pages.len() {
+                0 => 0,
+                _ => pages.windows(2).take_while(follows).count() + 1,
+            };
+            let stretch = PageId::stretch(&pages);
+            prop_assert!(stretch == adjacent || adjacent < 8 && stretch == 1);
+        }
     }
 }

@@ -278,22 +278,33 @@ impl Runs {
     /// Marks used pages idle, freed after `after`. Neighbours in `pages` that belong to one run cost
     /// one move between shelves.
     pub(crate) fn put_pages(&mut self, pages: &[PageId], after: After) {
-        let mut pages = pages.iter();
-        let Some(page) = pages.next() else { return };
-        let mut slot = self.slot_of[page.index()];
-        let mut first = self.slots[slot as usize].first;
-        let mut idle = 1_u64 << (page.0 - first);
-        for page in pages {
-            let next = self.slot_of[page.index()];
-            if next != slot {
-                self.put_back(slot, idle, after);
-                slot = next;
-                first = self.slots[slot as usize].first;
-                idle = 0;
+        let (mut slot, mut idle) = (NONE, 0);
+        let mut left = pages;
+        while let Some(page) = left.first() {
+            let of = self.slot_of[page.index()];
+            if of != slot {
+                if idle != 0 {
+                    self.put_back(slot, idle, after);
+                }
+                (slot, idle) = (of, 0);
             }
-            idle |= 1 << (page.0 - first);
+            let Slot { first, count, .. } = self.slots[slot as usize];
+            let offset = page.0 - first;
+            let stretch = PageId::stretch(&left[..left.len().min(MAX_RUN as usize)]);
+            if stretch == 1 {
+                // How far to go on does not depend on the slot here: of pages in no order, the slots
+                // of several are waited for at once.
+                idle |= 1 << offset;
+                left = &left[1..];
+            } else {
+                let inside = stretch.min(usize::from(count) - offset as usize);
+                idle |= (u64::MAX >> (64 - inside)) << offset;
+                left = &left[inside..];
+            }
         }
-        self.put_back(slot, idle, after);
+        if idle != 0 {
+            self.put_back(slot, idle, after);
+        }
     }
 
     fn put_back(&mut self, slot: u32, idle: u64, after: After) {

@@ -234,9 +234,19 @@ impl PageTable {
     /// # Errors
     /// A page that is not used or is named twice; nothing is changed then.
     pub(crate) fn put_back(&mut self, pages: &[PageId], after: After) -> Result<(), FreeError> {
-        let mut done = 0;
-        for stretch in pages.chunk_by(|page, next| page.0.checked_add(1) == Some(next.0)) {
-            if let Some(&page) = stretch.iter().find(|&&page| !self.is_used(page)) {
+        let mut left = pages;
+        while let Some(first) = left.first() {
+            let (stretch, rest) = left.split_at(PageId::stretch(left));
+            let done = pages.len() - left.len();
+            let used = match stretch {
+                [page] => self.is_used(*page),
+                _ => self.are_used(stretch),
+            };
+            if !used {
+                let page = *stretch
+                    .iter()
+                    .find(|&&page| !self.is_used(page))
+                    .expect("not all of them are used");
                 // A page named twice is warm by now, and its first mention is undone here too.
                 for page in &pages[..done] {
                     self.set_state(page.0..page.0 + 1, PageState::Warm, PageState::Used);
@@ -246,9 +256,9 @@ impl PageTable {
                     found => FreeError::NotUsed { page, found },
                 });
             }
-            let (first, last) = (stretch[0].0, stretch[stretch.len() - 1].0);
-            self.set_state(first..last + 1, PageState::Used, PageState::Warm);
-            done += stretch.len();
+            let last = stretch[stretch.len() - 1].0;
+            self.set_state(first.0..last + 1, PageState::Used, PageState::Warm);
+            left = rest;
         }
         self.runs.put_pages(pages, after);
         Ok(())
@@ -424,6 +434,18 @@ impl PageTable {
 
     fn is_used(&self, page: PageId) -> bool {
         self.state(page) == Some(PageState::Used)
+    }
+
+    /// Are all pages of a stretch of adjacent ones used?
+    fn are_used(&self, stretch: &[PageId]) -> bool {
+        let first = stretch[0].index();
+        let states = self.states.get(first..first + stretch.len());
+        // Looks at all of them, so that it looks at many at a time.
+        states.is_some_and(|states| {
+            states
+                .iter()
+                .fold(true, |used, &state| used & (state == PageState::Used))
+        })
     }
 
     fn quarantine(&mut self, run: PageRun, after: After) {
