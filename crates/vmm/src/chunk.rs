@@ -16,7 +16,12 @@ pub struct Chunk<D: Driver> {
     len: u64,
     /// In how many places it is mapped, for devices where one is the most.
     mappings: AtomicU32,
+    /// For whom it was created, of those who get chunks back from a [`Recycler`](crate::Recycler).
+    tenant: u64,
 }
+
+/// Tenant of the chunks that are for nobody in particular.
+const NO_TENANT: u64 = 0;
 
 impl<D: Driver> Chunk<D> {
     /// Obtains `len` bytes of zeroed memory, a positive multiple of the granularity.
@@ -25,12 +30,18 @@ impl<D: Driver> Chunk<D> {
     /// [`VmmError::OutOfMemory`] if the device is full right now, or what else
     /// [`Driver::create`] answers.
     pub fn create(driver: &Arc<D>, len: u64) -> Result<Self, VmmError> {
+        Self::create_for(driver, len, NO_TENANT)
+    }
+
+    /// The same for a tenant of a [`Recycler`](crate::Recycler), by its number, from 1 on.
+    pub(crate) fn create_for(driver: &Arc<D>, len: u64, tenant: u64) -> Result<Self, VmmError> {
         let raw = driver.create(len)?;
         Ok(Self {
             driver: Arc::clone(driver),
             raw: Some(raw),
             len,
             mappings: AtomicU32::new(0),
+            tenant,
         })
     }
 
@@ -44,6 +55,10 @@ impl<D: Driver> Chunk<D> {
     #[must_use]
     pub fn is_mapped(&self) -> bool {
         self.mappings.load(Ordering::Relaxed) > 0
+    }
+
+    pub(crate) const fn tenant(&self) -> u64 {
+        self.tenant
     }
 
     pub(crate) fn raw(&self) -> &D::Chunk {

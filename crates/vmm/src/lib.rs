@@ -1,10 +1,11 @@
 //! Bytes and addresses: reserve a range, back parts of it with physical memory, take the
 //! memory away again.
 //!
-//! Three tiers, each useful without the next:
+//! Four tiers, each useful without the next:
 //!
 //! ```text
 //! Reservation<D>   owns a range and the chunks mapped into it; refuses overlap; undoes itself on drop
+//! Recycler<D>      keeps chunks that came free for a while, each for the tenant that had it
 //! Driver           nine primitives of a device; states what its caller owes
 //! Host Mock Cuda   the drivers: real memory of this machine, no memory at all, a GPU
 //! ```
@@ -53,6 +54,7 @@ mod driver;
 mod error;
 mod host;
 mod mock;
+mod recycler;
 mod reservation;
 mod span;
 #[cfg(test)]
@@ -67,4 +69,5 @@ pub use driver::{Access, AddressRange, Bytes, DeviceMemory, Driver, Fence, Prope
 pub use error::VmmError;
 pub use host::{Host, HostChunk, HostConfig, HostRange};
 pub use mock::{Call, Mock, MockChunk, MockConfig, MockRange, Violation};
+pub use recycler::{Recycler, RecyclerConfig, Tenant};
 pub use reservation::Reservation;
