@@ -60,6 +60,7 @@ mod runs;
 pub mod testing;
 
 use std::fmt;
+use std::time::Instant;
 
 pub use backing::Cold;
 pub use epoch::{After, Epoch, Epochs};
@@ -93,7 +94,8 @@ pub use runs::RunSet;
 ///   reconciled.
 /// - [`Cause::OutOfMemory`] means full right now; everything else is broken until something is
 ///   mended.
-/// - Memory behind a freshly mapped run reads as zero.
+/// - Memory behind a freshly mapped run holds nothing of another pool: it reads as zero, or as what
+///   this pool once wrote, on whatever page. Nobody may rely on either.
 pub trait Mapper: fmt::Debug + Send + Sync {
     /// Backs every page of `runs`, each run with one chunk per extent.
     ///
@@ -120,6 +122,20 @@ pub trait Mapper: fmt::Debug + Send + Sync {
     /// How many more pages memory could back just now: a hint, never an admission, since other
     /// processes use the same device. `None` where it cannot be told.
     fn headroom(&self) -> Option<u32>;
+
+    /// Lets go of memory that is behind no page and was only kept to be used again, wherever this
+    /// pool has a part; no page changes. Waits for others no longer than for a hint, and where
+    /// somebody cannot be reached nothing is the worse for it. As given here, for a mapper that keeps
+    /// nothing.
+    fn trim(&self) {}
+
+    /// Lets go, in this process, of what was kept so for too long at `now`, and answers when to ask
+    /// again; `None` while nothing is kept. Waits for nobody. Whoever has a thread to do it with asks
+    /// now and then, and at that moment. As given here, for a mapper that keeps nothing.
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        let _ = now;
+        None
+    }
 
     /// Is every place that must be mapped able to map?
     ///
@@ -208,6 +224,14 @@ impl<M: Mapper + ?Sized> Mapper for std::sync::Arc<M> {
 
     fn headroom(&self) -> Option<u32> {
         (**self).headroom()
+    }
+
+    fn trim(&self) {
+        (**self).trim();
+    }
+
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        (**self).tend(now)
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {

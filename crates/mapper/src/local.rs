@@ -4,16 +4,17 @@
 //! here, before anything was touched. Then extent after extent is backed; if one fails, those
 //! before it are taken back in reverse. Unmapping, too, has two parts: the first takes every extent
 //! away and keeps the chunks, so that a failure half-way, here or on another rank, puts each back
-//! with its content; the second lets go of the chunks.
+//! with its content; the second lets go of the chunks, or leaves them with a
+//! [`Recycler`] for the next batch.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use kvcached_vmm::{Bytes, Chunk, Driver, VmmError};
+use kvcached_vmm::{Bytes, Chunk, Driver, Recycler, Tenant, VmmError};
 
 use crate::{
     After, Cold, Epoch, Epochs, Extent, Geometry, Health, MapError, Mapper, PageRun, RankMapper,
@@ -27,6 +28,10 @@ mod tests;
 ///
 /// The lock inside is held while the driver maps and unmaps, which a device does one at a time
 /// anyway; not while waiting for the device's work, and not while memory is given back.
+///
+/// A page that is mapped anew reads as zero, unless the mapper has a [recycler](Self::with_recycler):
+/// then it may hold what this pool has written earlier, there or on another page. Never what another
+/// pool has.
 pub struct LocalMapper<D: Driver> {
     driver: Arc<D>,
     geometry: Geometry,
@@ -34,6 +39,8 @@ pub struct LocalMapper<D: Driver> {
     tensor_bases: Vec<u64>,
     epochs: Arc<Epochs>,
     pool: Mutex<Pool<D>>,
+    /// Where chunks come from that came free before, if they are kept.
+    tenant: Option<Tenant<D>>,
 }
 
 struct Pool<D: Driver> {
@@ -77,6 +84,7 @@ impl<D: Driver> LocalMapper<D> {
             tensor_bases,
             epochs: Arc::new(Epochs::new(Duration::ZERO)),
             pool,
+            tenant: None,
         })
     }
 
@@ -84,6 +92,23 @@ impl<D: Driver> LocalMapper<D> {
     #[must_use]
     pub fn with_epochs(self, epochs: Arc<Epochs>) -> Self {
         Self { epochs, ..self }
+    }
+
+    /// The same, whose chunks `recycler` keeps for it for a while when they come free; without, they
+    /// go back to the device at once. The mapper is a tenant of its own there, whoever else is.
+    ///
+    /// # Panics
+    /// If it keeps chunks of another driver value.
+    #[must_use]
+    pub fn with_recycler(self, recycler: &Arc<Recycler<D>>) -> Self {
+        assert!(
+            Arc::ptr_eq(&self.driver, recycler.driver()),
+            "chunks are mapped by the driver value that made them"
+        );
+        Self {
+            tenant: Some(recycler.tenant()),
+            ..self
+        }
     }
 
     /// Where every page and block lies.
@@ -110,6 +135,12 @@ impl<D: Driver> LocalMapper<D> {
         u64::from(self.pool().record.mapped.pages()) * self.geometry.bundle_bytes()
     }
 
+    /// Bytes behind no page that are kept for this pool's next ones.
+    #[must_use]
+    pub fn kept_bytes(&self) -> u64 {
+        self.tenant.as_ref().map_or(0, Tenant::kept_bytes)
+    }
+
     /// Runs that a failure left neither mapped nor cold, in order. They are not touched before they
     /// are [reconciled](Mapper::reconcile), and given back at the latest when the mapper is
     /// dropped.
@@ -128,10 +159,22 @@ impl<D: Driver> LocalMapper<D> {
     fn create_chunks(&self, runs: &[PageRun]) -> Result<Vec<Step<D>>, VmmError> {
         let mut steps = Vec::with_capacity(runs.len() * self.geometry.extents_per_page() as usize);
         for (run, extent) in self.extents(runs) {
-            let chunk = Arc::new(Chunk::create(&self.driver, extent.len)?);
+            let chunk = match &self.tenant {
+                Some(tenant) => tenant.create(extent.len)?,
+                None => Arc::new(Chunk::create(&self.driver, extent.len)?),
+            };
             steps.push(Step { run, extent, chunk });
         }
         Ok(steps)
+    }
+
+    /// Chunks that came free: to be kept, as far as they may be.
+    fn give_back(&self, steps: impl IntoIterator<Item = Step<D>>) {
+        let chunks = steps.into_iter().map(|step| step.chunk);
+        match &self.tenant {
+            Some(tenant) => tenant.keep(chunks),
+            None => chunks.for_each(drop),
+        }
     }
 
     /// Backs `runs`, which may be mapped; that they are is the caller's to record.
@@ -148,6 +191,7 @@ impl<D: Driver> LocalMapper<D> {
                         uncertain.insert(done.run);
                     }
                 }
+                self.give_back(steps);
                 return Err(pool.failed(failed.cause, uncertain));
             }
         }
@@ -196,8 +240,22 @@ impl<D: Driver> Mapper for LocalMapper<D> {
     }
 
     fn headroom(&self) -> Option<u32> {
-        let pages = self.driver.memory().ok()?.free / self.geometry.bundle_bytes();
+        let free = self.driver.memory().ok()?.free;
+        // A full device gets back what is kept, of all pools, before it is asked again.
+        let kept = self.tenant.as_ref().map(Tenant::recycler);
+        let free = free.saturating_add(kept.map_or(0, |recycler| recycler.kept_bytes()));
+        let pages = free / self.geometry.bundle_bytes();
         Some(u32::try_from(pages).unwrap_or(u32::MAX))
+    }
+
+    fn trim(&self) {
+        if let Some(tenant) = &self.tenant {
+            tenant.clear();
+        }
+    }
+
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        self.tenant.as_ref()?.tend(now)
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {
@@ -260,10 +318,13 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
 
     fn commit_unmap(&self, runs: &[PageRun]) {
         let mut pool = self.pool();
-        let chunks: Vec<_> = runs.iter().map(|&run| pool.forget_prepared(run)).collect();
+        let steps: Vec<_> = runs
+            .iter()
+            .flat_map(|&run| pool.forget_prepared(run))
+            .collect();
         // Giving memory back takes the longer the larger the chunks: others need not wait for it.
         drop(pool);
-        drop(chunks);
+        self.give_back(steps);
     }
 
     fn abort_unmap(&self, runs: &[PageRun]) -> Result<(), MapError> {
@@ -303,7 +364,7 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
                 // What cannot be restored is in doubt, and settled with the others.
                 let _ = pool.restore_prepared(run);
             } else {
-                pool.forget_prepared(run);
+                self.give_back(pool.forget_prepared(run));
             }
         }
         pool.settle(&self.geometry);
@@ -318,7 +379,7 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
         } else {
             let taken = pool.take_away(self.extents(&extra))?;
             pool.record.remove_all(&extra);
-            drop(taken);
+            self.give_back(taken);
         }
 
         let mut missing = Vec::new();

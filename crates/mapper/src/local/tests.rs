@@ -6,8 +6,9 @@ mod epochs;
 mod faults;
 mod rank;
 mod rank_content;
+mod recycled;
 
-use kvcached_vmm::{Access, Call, Host, HostConfig, Mock, MockConfig};
+use kvcached_vmm::{Access, Call, Host, HostConfig, Mock, MockConfig, RecyclerConfig};
 
 use super::*;
 use crate::{
@@ -63,6 +64,15 @@ fn host(total_bytes: u64) -> Arc<Host> {
 
 fn local<D: Driver>(driver: &Arc<D>, geometry: &Geometry, cold: Cold) -> LocalMapper<D> {
     LocalMapper::new(Arc::clone(driver), geometry.clone(), cold).expect("addresses are plenty")
+}
+
+/// Keeps whatever comes free, in small tests.
+fn recycler<D: Driver>(driver: &Arc<D>) -> Arc<Recycler<D>> {
+    let config = RecyclerConfig {
+        limit_bytes: 16 << 20,
+        idle: Duration::from_secs(1),
+    };
+    Arc::new(Recycler::new(Arc::clone(driver), config))
 }
 
 fn run(first: u32, count: u32) -> PageRun {

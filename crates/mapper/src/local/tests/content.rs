@@ -1,7 +1,7 @@
 //! The same by content, over real memory: nobody ever reads what another wrote, a fresh page is
-//! zero, and a failed call loses no byte.
+//! zero, or of its own pool where chunks are used again, and a failed call loses no byte.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvcached_vmm::{DeviceMemory, HostChunk, HostRange, Properties};
 use proptest::prelude::*;
@@ -135,6 +135,10 @@ pub(super) fn read_word<D: Bytes>(mapper: &LocalMapper<D>, at: Extent) -> Result
 struct Stamped<D: Driver> {
     mapper: LocalMapper<D>,
     stamps: BTreeMap<PageRun, u64>,
+    /// What a page that is mapped anew may hold.
+    fresh: BTreeSet<u64>,
+    /// Are chunks used again, with what was written to them?
+    recycles: bool,
 }
 
 impl<D: Bytes> Stamped<D> {
@@ -142,6 +146,16 @@ impl<D: Bytes> Stamped<D> {
         Self {
             mapper,
             stamps: BTreeMap::new(),
+            fresh: BTreeSet::from([0]),
+            recycles: false,
+        }
+    }
+
+    fn recycling(pool: Self, recycler: &Arc<Recycler<D>>) -> Self {
+        Self {
+            mapper: pool.mapper.with_recycler(recycler),
+            recycles: true,
+            ..pool
         }
     }
 
@@ -151,11 +165,15 @@ impl<D: Bytes> Stamped<D> {
             .collect()
     }
 
-    /// Maps `run` if it is free, finds it zeroed and fills it with `stamp`.
+    /// Maps `run` if it is free, finds nothing of anybody else in it and fills it with `stamp`.
     fn map(&mut self, run: PageRun, stamp: u64) {
         if self.mapper.map(&[run]).is_ok() {
+            if self.recycles {
+                self.fresh.insert(stamp);
+            }
             for word in self.words(run) {
-                assert_eq!(read_word(&self.mapper, word), Ok(0), "a fresh page is zero");
+                let found = read_word(&self.mapper, word).expect("it is mapped");
+                assert!(self.fresh.contains(&found), "{found} in a fresh page");
                 self.mapper
                     .write(word, &stamp.to_le_bytes())
                     .expect("it is mapped");
@@ -216,6 +234,7 @@ proptest! {
         shapes in proptest::collection::vec(
             (proptest::sample::select(all_geometries(PAGES).collect::<Vec<_>>()),
              proptest::sample::select(BOTH.to_vec())), 2),
+        recycles in any::<bool>(),
         ops in proptest::collection::vec((
             0usize..2,
             prop_oneof![
@@ -228,7 +247,11 @@ proptest! {
         ), 1..25),
     ) {
         let device = Flaky::new();
-        let pool = |(geometry, cold)| Stamped::new(local(&device, &geometry, cold));
+        let recycler = recycler(&device);
+        let pool = |(geometry, cold)| {
+            let pool = Stamped::new(local(&device, &geometry, cold));
+            if recycles { Stamped::recycling(pool, &recycler) } else { pool }
+        };
         let mut pools: Vec<_> = shapes.into_iter().map(pool).collect();
         for (stamp, (which, op, faults)) in (1..).zip(ops) {
             device.script(faults);
@@ -250,19 +273,27 @@ proptest! {
 #[test]
 fn memory_that_one_pool_gave_back_is_zero_for_the_next() {
     let geometry = simple(PAGES);
-    // Room for two pages in all, so the second pool gets the very memory of the first.
-    let device = host(2 * geometry.bundle_bytes());
-    let [mut one, mut other] =
-        [(); 2].map(|()| Stamped::new(local(&device, &geometry, Cold::Unbacked)));
-    for stamp in 1..10 {
-        one.map(run(0, 2), stamp);
-        one.verify();
-        other.map(run(3, 2), u64::MAX);
-        assert!(other.stamps.is_empty(), "the device is full");
-        one.unmap(0);
-        other.map(run(3, 2), stamp << 32);
-        other.verify();
-        other.unmap(0);
+    for recycles in [false, true] {
+        // Room for two pages in all, so the second pool gets the very memory of the first.
+        let device = host(2 * geometry.bundle_bytes());
+        let recycler = recycler(&device);
+        let [mut one, mut other] = [(); 2].map(|()| {
+            let pool = Stamped::new(local(&device, &geometry, Cold::Unbacked));
+            match recycles {
+                true => Stamped::recycling(pool, &recycler),
+                false => pool,
+            }
+        });
+        for stamp in 1..10 {
+            one.map(run(0, 2), stamp);
+            one.verify();
+            other.map(run(3, 2), u64::MAX);
+            assert!(other.stamps.is_empty(), "the device is full");
+            one.unmap(0);
+            other.map(run(3, 2), stamp << 32);
+            other.verify();
+            other.unmap(0);
+        }
     }
 }
 

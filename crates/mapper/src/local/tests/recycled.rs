@@ -1,0 +1,120 @@
+//! Chunks that are used again instead of going through the device.
+
+use std::time::Instant;
+
+use super::*;
+
+fn calls(mock: &Mock) -> (u64, u64) {
+    (mock.calls(Call::Create), mock.calls(Call::Destroy))
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "some moment, from which a test counts"
+)]
+fn start() -> Instant {
+    Instant::now()
+}
+
+#[test]
+fn steady_traffic_neither_creates_nor_destroys() {
+    for geometry in all_geometries(8) {
+        for cold in BOTH {
+            let mock = mock(1 << 30);
+            let mapper = local(&mock, &geometry, cold).with_recycler(&recycler(&mock));
+            mapper.map(&[run(0, 2), run(5, 1)]).unwrap();
+            let before = calls(&mock);
+            for first in [2, 0, 3, 1] {
+                let other = run((first + 5) % 8, 1);
+                mapper.unmap(&mapper.mapped()).unwrap();
+                assert_eq!(mapper.kept_bytes(), 3 * geometry.bundle_bytes());
+                mapper.map(&[run(first, 2), other]).unwrap();
+                // A resynchronisation is no different.
+                mapper.resync(&[run(6, 2), run(4, 1)]).unwrap();
+            }
+            assert_eq!(calls(&mock), before);
+            assert_eq!(mapper.kept_bytes(), 0);
+            drop(mapper);
+            assert_nothing_left(&mock);
+        }
+    }
+}
+
+#[test]
+fn it_passes_the_contract_whatever_is_used_again() {
+    for geometry in all_geometries(9) {
+        for cold in BOTH {
+            let mock = mock(1 << 30);
+            let mapper = local(&mock, &geometry, cold).with_recycler(&recycler(&mock));
+            contract(&mapper, 9);
+            rank_contract(&mapper, 9);
+            assert_eq!((mapper.mapped(), mapper.in_doubt()), (vec![], vec![]));
+            drop(mapper);
+            assert_nothing_left(&mock);
+        }
+    }
+}
+
+#[test]
+fn what_is_kept_counts_as_headroom_and_goes_on_a_trim_or_after_a_while() {
+    let geometry = simple(8);
+    let bundle = geometry.bundle_bytes();
+    let mock = mock(8 * bundle);
+    let recycler = recycler(&mock);
+    let [one, other] =
+        [(); 2].map(|()| local(&mock, &geometry, Cold::Unbacked).with_recycler(&recycler));
+    for mapper in [&one, &other] {
+        mapper.map(&[run(0, 1), run(1, 2)]).unwrap();
+        mapper.unmap(&[run(0, 1), run(1, 2)]).unwrap();
+    }
+    assert_eq!(
+        (one.kept_bytes(), mock.used_bytes()),
+        (3 * bundle, 6 * bundle)
+    );
+    assert_eq!(one.headroom(), Some(8), "what others keep is to be had too");
+
+    one.trim();
+    assert_eq!((one.kept_bytes(), mock.used_bytes()), (0, 3 * bundle));
+
+    let begin = start();
+    let next = other.tend(begin).expect("something is kept");
+    assert_eq!(mock.used_bytes(), 3 * bundle);
+    assert_eq!(other.tend(next), None);
+    assert_eq!(mock.used_bytes(), 0);
+}
+
+#[test]
+fn a_full_device_gets_back_what_is_kept_before_it_is_the_answer() {
+    let geometry = simple(8);
+    let mock = mock(4 * geometry.bundle_bytes());
+    let recycler = recycler(&mock);
+    let [one, other] =
+        [(); 2].map(|()| local(&mock, &geometry, Cold::Unbacked).with_recycler(&recycler));
+    one.map(&[run(0, 4)]).unwrap();
+    one.unmap(&[run(0, 4)]).unwrap();
+
+    other.map(&[run(0, 1), run(1, 2)]).unwrap();
+    assert_eq!(one.kept_bytes(), 0);
+    assert!(one.map(&[run(0, 2)]).unwrap_err().is_full());
+    one.map(&[run(0, 1)]).unwrap();
+}
+
+#[test]
+fn a_batch_that_failed_leaves_its_chunks_for_the_next() {
+    for geometry in all_geometries(8) {
+        let mock = mock(1 << 30);
+        let mapper = local(&mock, &geometry, Cold::Unbacked).with_recycler(&recycler(&mock));
+        mock.fail(Call::Map, 0, broken());
+        mapper.map(&[run(0, 2)]).unwrap_err();
+        let before = calls(&mock);
+        mapper.map(&[run(3, 2)]).unwrap();
+        assert_eq!(calls(&mock), before);
+    }
+}
+
+#[test]
+#[should_panic(expected = "chunks are mapped by the driver value that made them")]
+fn a_recycler_of_another_device_is_refused() {
+    let (one, other) = (mock(1 << 30), mock(1 << 30));
+    let _ = local(&one, &simple(8), Cold::Unbacked).with_recycler(&recycler(&other));
+}
