@@ -66,6 +66,8 @@ pub struct Calls {
     pub resync: u64,
     /// Calls of [`Mapper::headroom`].
     pub headroom: u64,
+    /// Calls of [`Mapper::trim`].
+    pub trim: u64,
     /// Calls of [`Mapper::ready`].
     pub ready: u64,
     /// Calls of [`Mapper::reconcile`].
@@ -410,6 +412,10 @@ impl Mapper for RecordingMapper {
         state
             .memory_pages
             .map(|pages| pages.saturating_sub(state.used_pages()))
+    }
+
+    fn trim(&self) {
+        self.state().calls.trim += 1;
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {

@@ -264,6 +264,19 @@ impl Mapper for Broadcast {
         }
     }
 
+    fn trim(&self) {
+        let timeout = self.timeout.min(LONGEST_HINT);
+        match self.perform(Operation::Trim, timeout) {
+            Answer::Trimmed => {}
+            other => unreachable!("{other:?} is no answer to a trim"),
+        }
+    }
+
+    /// Of the rank in this process; every other one has a loop of its own that does it.
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        self.local.as_ref()?.tend(now)
+    }
+
     /// Connects to ranks that are not connected yet, without waiting for any to come.
     fn ready(&self) -> Result<Readiness, MapError> {
         self.ask_ready(self.timeout)

@@ -215,6 +215,7 @@ impl Partner {
             Command::Undo => return Ok(Some(state.undo(sequence))),
             Command::Ready => return state.ask(sequence, RankCall::Ready).map(Some),
             Command::Headroom => return state.ask(sequence, RankCall::Headroom).map(Some),
+            Command::Trim => return state.ask(sequence, RankCall::Trim).map(Some),
         };
         let mut batch = match self.parts.take() {
             Some((number, batch)) if number != sequence || batch.kind != kind => {

@@ -6,9 +6,12 @@
 //!          │          └─ one did not ─▶ undo local ─▶ undo remote ─▶ Err
 //!          └─ failed: Err, nothing was sent
 //!
-//! unmap  prepare local ─▶ prepare remote ─▶ all did: commit local ─▶ commit remote ─▶ Ok
+//! unmap  prepare local ─▶ prepare remote ─▶ all did: commit remote, and meanwhile local ─▶ Ok
 //!                             └─ one did not ─▶ abort local ─▶ undo remote ─▶ Err
 //! ```
+//!
+//! The local rank is first in all that may fail, so that its failure costs nobody else anything. A
+//! commit cannot fail any more, and is the slow part, since memory goes: so all do it at once.
 //!
 //! The fan-out knows the runs that every rank must have: those *agreed* on. A rank that did not
 //! answer, broke the protocol, or turned out to have other runs does not count: it is *suspect*, and
@@ -133,9 +136,18 @@ enum Phase {
     Remote,
     UndoLocal { polled: bool },
     UndoRemote,
-    CommitLocal { polled: bool },
-    CommitRemote,
+    Commit { local: LocalCommit },
     Over(Answer),
+}
+
+/// How far the local rank has given up what it had prepared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LocalCommit {
+    /// It is to, once all others were told to.
+    Due,
+    UnderWay,
+    /// It has, or had nothing to give up.
+    Over,
 }
 
 impl Fanout {
@@ -367,9 +379,7 @@ impl Fanout {
         }
         let work = self.work.as_mut().expect("an operation is under way");
         match &mut work.phase {
-            Phase::Local { polled }
-            | Phase::UndoLocal { polled }
-            | Phase::CommitLocal { polled } => {
+            Phase::Local { polled } | Phase::UndoLocal { polled } => {
                 assert!(!mem::replace(polled, true), "the local mapper is at work");
                 let runs = &self.runs;
                 return Step::Local(match (&work.phase, work.kind) {
@@ -377,15 +387,15 @@ impl Fanout {
                     (Phase::Local { .. }, Kind::Unmap(after)) => RankCall::Prepare(runs, after),
                     (Phase::Local { .. }, Kind::Ready) => RankCall::Ready,
                     (Phase::Local { .. }, Kind::Headroom) => RankCall::Headroom,
+                    (Phase::Local { .. }, Kind::Trim) => RankCall::Trim,
                     (Phase::Local { .. }, Kind::Reconcile) => {
                         RankCall::Resync(&self.wanted, work.resync_after)
                     }
-                    (Phase::CommitLocal { .. }, _) => RankCall::Commit(runs),
                     (_, Kind::Map) => RankCall::Undo(runs),
                     (_, _) => RankCall::Abort(runs),
                 });
             }
-            Phase::Remote | Phase::UndoRemote | Phase::CommitRemote | Phase::Over(_) => {}
+            Phase::Remote | Phase::UndoRemote | Phase::Commit { .. } | Phase::Over(_) => {}
         }
         let deadline = work.deadline;
         let due = |peer: &Peer| {
@@ -395,6 +405,13 @@ impl Fanout {
             )
         };
         let Some(index) = self.peers.iter().position(due) else {
+            if let Phase::Commit { local } = &mut work.phase {
+                assert_ne!(*local, LocalCommit::UnderWay, "the local mapper is at work");
+                if *local == LocalCommit::Due {
+                    *local = LocalCommit::UnderWay;
+                    return Step::Local(RankCall::Commit(&self.runs));
+                }
+            }
             return Step::Wait(deadline);
         };
         let peer = &mut self.peers[index];
@@ -455,6 +472,7 @@ impl Fanout {
                 return self.finish(Answer::Headroom(None));
             }
             (Phase::Local { .. }, RankAnswer::Headroom(pages)) => work.headroom = pages,
+            (Phase::Local { .. }, RankAnswer::Trimmed) => {}
             (Phase::Local { .. }, RankAnswer::Resynced(Ok(Resynced { remade, in_doubt }))) => {
                 local.in_doubt = in_doubt.iter().collect();
                 local.owed = After::NOTHING;
@@ -481,7 +499,13 @@ impl Fanout {
                 }
                 return self.undo_peers(now);
             }
-            (Phase::CommitLocal { .. }, RankAnswer::Batch(_)) => return self.commit_peers(now),
+            (Phase::Commit { .. }, RankAnswer::Batch(_)) => {
+                let local = LocalCommit::Over;
+                work.phase = Phase::Commit { local };
+                // What it took is not the others' time.
+                work.deadline = now + work.timeout;
+                return self.settle(now);
+            }
             (phase, answer) => unreachable!("{answer:?} in {phase:?}"),
         }
         self.ask_peers(now);
@@ -530,10 +554,9 @@ impl Fanout {
     /// Time has passed; does nothing before a bound is reached.
     pub fn handle_timeout(&mut self, now: Instant) {
         let Some(work) = &self.work else { return };
-        let waits = matches!(
-            work.phase,
-            Phase::Remote | Phase::UndoRemote | Phase::CommitRemote
-        );
+        let local = LocalCommit::Over;
+        let waits = [Phase::Remote, Phase::UndoRemote, Phase::Commit { local }];
+        let waits = waits.contains(&work.phase);
         if !waits || now < work.deadline {
             return;
         }
@@ -552,6 +575,11 @@ impl Fanout {
                 }
                 Turn::Ask | Turn::Asked if work.kind == Kind::Headroom => {
                     work.headroom_unknown = true;
+                    self.peers[peer.0].turn = Turn::Rest;
+                }
+                Turn::Ask | Turn::Asked if work.kind == Kind::Trim => {
+                    let Peer { stage, rank, .. } = self.peers[peer.0];
+                    tracing::debug!(%stage, %rank, %cause, "a rank has not trimmed in time");
                     self.peers[peer.0].turn = Turn::Rest;
                 }
                 _ => self.lose(peer, cause.clone()),

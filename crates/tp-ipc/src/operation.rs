@@ -16,6 +16,8 @@ pub enum Operation<'a> {
     Ready,
     /// [`Mapper::headroom`](kvcached_mapper::Mapper::headroom).
     Headroom,
+    /// [`Mapper::trim`](kvcached_mapper::Mapper::trim).
+    Trim,
     /// [`Mapper::reconcile`](kvcached_mapper::Mapper::reconcile).
     Reconcile(&'a [PageRun]),
 }
@@ -29,6 +31,8 @@ pub enum Answer {
     Ready(Result<Readiness, MapError>),
     /// Of [`Operation::Headroom`].
     Headroom(Option<u32>),
+    /// Of [`Operation::Trim`], whoever did it.
+    Trimmed,
     /// Of [`Operation::Reconcile`].
     Reconciled(Result<Reconciled, MapError>),
 }
@@ -52,6 +56,8 @@ pub enum RankCall<'a> {
     Ready,
     /// [`Mapper::headroom`](kvcached_mapper::Mapper::headroom).
     Headroom,
+    /// [`Mapper::trim`](kvcached_mapper::Mapper::trim).
+    Trim,
 }
 
 /// What a [`RankCall`] came to.
@@ -65,6 +71,8 @@ pub enum RankAnswer {
     Ready(Result<Readiness, MapError>),
     /// Of [`RankCall::Headroom`].
     Headroom(Option<u32>),
+    /// Of [`RankCall::Trim`].
+    Trimmed,
 }
 
 /// An [`Operation`] without its runs.
@@ -74,6 +82,7 @@ pub(crate) enum Kind {
     Unmap(After),
     Ready,
     Headroom,
+    Trim,
     Reconcile,
 }
 
@@ -93,6 +102,10 @@ impl RankCall<'_> {
             Self::Resync(runs, after) => RankAnswer::Resynced(mapper.resync_after(runs, after)),
             Self::Ready => RankAnswer::Ready(mapper.ready()),
             Self::Headroom => RankAnswer::Headroom(mapper.headroom()),
+            Self::Trim => {
+                mapper.trim();
+                RankAnswer::Trimmed
+            }
         }
     }
 }
@@ -104,6 +117,7 @@ impl<'a> Operation<'a> {
             Self::Unmap(runs, after) => (Kind::Unmap(after), runs),
             Self::Ready => (Kind::Ready, &[]),
             Self::Headroom => (Kind::Headroom, &[]),
+            Self::Trim => (Kind::Trim, &[]),
             Self::Reconcile(runs) => (Kind::Reconcile, runs),
         }
     }
@@ -117,6 +131,7 @@ impl Kind {
             Self::Unmap(_) => "unmap",
             Self::Ready => "become ready",
             Self::Headroom => "tell its headroom",
+            Self::Trim => "trim",
             Self::Reconcile => "resynchronise",
         }
     }
@@ -127,6 +142,7 @@ impl Kind {
             Self::Map | Self::Unmap(_) => Answer::Batch(Err(error)),
             Self::Ready => Answer::Ready(Err(error)),
             Self::Headroom => Answer::Headroom(None),
+            Self::Trim => Answer::Trimmed,
             Self::Reconcile => Answer::Reconciled(Err(error)),
         }
     }

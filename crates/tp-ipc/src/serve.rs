@@ -59,6 +59,8 @@ pub struct Server {
     paused: Option<Instant>,
     /// Has a coordinator been told that this rank could not begin?
     told: bool,
+    /// When memory that is kept to be used again has been kept for too long.
+    tend_at: Option<Instant>,
 }
 
 /// Ends a [`Server`] from any thread.
@@ -136,6 +138,7 @@ impl Server {
             timeout: timeout.min(LONGEST_WAIT),
             paused: None,
             told: false,
+            tend_at: None,
         })
     }
 
@@ -200,6 +203,7 @@ impl Server {
             // Else somebody may be back whose hello was not read yet.
             self.rank.handle_timeout(now);
         }
+        self.tend_at = self.rank.tend(socket::now());
         Ok(true)
     }
 
@@ -250,6 +254,7 @@ impl Server {
             .filter_map(|connection| connection.deadline);
         let orphaned = self.rank.poll_timeout().filter(|_| self.all_greeted());
         let deadlines = deadlines.chain(self.paused).chain(orphaned);
+        let deadlines = deadlines.chain(self.tend_at);
         socket::wait(&mut fds, deadlines.chain(until).min())?;
         let mut happened = fds
             .iter()

@@ -6,7 +6,7 @@
 //!   ◀── welcome  magic version {the same, as the worker knows it}   or  refused {both sides}
 //!   request  {session, sequence, resync all its runs}  ──▶          first on every connection
 //!   ◀── reply    {sequence, resynced {digest, remade, in doubt} | failed}
-//!   request  {session, sequence, map runs | prepare runs | commit | undo | ready | headroom}  ──▶
+//!   request  {session, sequence, map runs | prepare runs | commit | undo | ready | …}  ──▶
 //!   ◀── reply    {sequence, done | prepared | committed | undone | …| failed}   or  violation
 //! ```
 //!
@@ -31,7 +31,7 @@ use crate::InstanceName;
 use crate::frame::{MAX_FRAME_BYTES, push_frame};
 
 /// Version of everything after magic and version themselves.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// First bytes of either side.
 const MAGIC: [u8; 4] = *b"KVtp";
@@ -221,6 +221,8 @@ pub enum Command<'a> {
     Ready,
     /// How many more pages could it back?
     Headroom,
+    /// Let go of memory that is behind no page.
+    Trim,
 }
 
 /// [`After`] on the wire.
@@ -247,6 +249,8 @@ pub enum Verb<'a> {
     Ready,
     /// [`Command::Headroom`].
     Headroom,
+    /// [`Command::Trim`].
+    Trim,
 }
 
 /// What two processes compare to find out whether they mean the same runs.
@@ -279,7 +283,7 @@ pub enum WorkerMessage {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Reply {
-    /// The runs are mapped.
+    /// The runs are mapped; or what was to go, and is behind no page, is gone.
     Done,
     /// The runs are unreachable, and could be restored.
     Prepared,
@@ -483,6 +487,7 @@ pub fn push_request(out: &mut Vec<u8>, session: SessionId, sequence: u64, verb: 
         Verb::Undo => push(Command::Undo),
         Verb::Ready => push(Command::Ready),
         Verb::Headroom => push(Command::Headroom),
+        Verb::Trim => push(Command::Trim),
     }
 }
 

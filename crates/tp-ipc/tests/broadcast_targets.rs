@@ -53,15 +53,15 @@ proptest! {
             (Call::Map, Operation::Map(&batch), Answer::Batch(Ok(()))),
             (Call::Headroom, Operation::Headroom, Answer::Headroom(Some(100))),
             (Call::Ready, Operation::Ready, Answer::Ready(Ok(Readiness::Ready))),
+            (Call::Trim, Operation::Trim, Answer::Trimmed),
             (Call::Prepare, Operation::Unmap(&batch, After::DEVICE), Answer::Batch(Ok(()))),
         ];
         for (call, operation, expected) in operations {
             prop_assert_eq!(engine.perform(operation, &faults), expected);
             let log = engine.take_log();
-            let content = if operation == Operation::Ready || operation == Operation::Headroom {
-                Vec::new()
-            } else {
-                batch.clone()
+            let content = match operation {
+                Operation::Ready | Operation::Headroom | Operation::Trim => Vec::new(),
+                _ => batch.clone(),
             };
             let each_once: Vec<(At, Vec<PageRun>)> =
                 remotes.iter().map(|at| (*at, content.clone())).collect();
@@ -73,7 +73,22 @@ proptest! {
                 log.iter().filter(|e| matches!(e, Event::Sent { .. } | Event::Greeted { .. }));
             prop_assert_eq!(messages.count(), halves * remotes.len());
             if halves == 2 {
-                prop_assert_eq!(called(&log, Call::Commit), all.clone());
+                // All are told to before the local rank begins.
+                let here = all.iter().copied().filter(|at| topology.local() == Some(*at));
+                let in_order: Vec<At> = remotes.iter().copied().chain(here).collect();
+                prop_assert_eq!(called(&log, Call::Commit), in_order);
+                let is_commit = |event: &Event| {
+                    matches!(event, Event::Sent { call: Call::Commit, .. })
+                };
+                let last_sent = log.iter().rposition(is_commit);
+                let here = |event: &Event| {
+                    matches!(event, Event::Called { at, call: Call::Commit, .. }
+                        if topology.local() == Some(*at))
+                };
+                if let Some(own) = log.iter().position(here) {
+                    prop_assert!(last_sent < Some(own));
+                    prop_assert!(!log[last_sent.unwrap_or(0)..own].contains(&Event::Arrived));
+                }
             }
         }
     }
@@ -135,6 +150,48 @@ proptest! {
         }
     }
 
+    /// A trim is for whoever is there, changes no page, and is over whatever goes wrong; a rank that
+    /// only does not answer counts as before.
+    #[test]
+    fn a_trim_reaches_who_is_there_and_changes_no_page(
+        topology in topologies(),
+        faults in faults(),
+        away: Option<prop::sample::Index>,
+        mask in 1u8..,
+    ) {
+        let mut engine = Engine::connected(&topology);
+        let batch = runs(mask);
+        let _ = engine.perform(Operation::Map(&batch), &Faults::default());
+        let mut there = engine.remotes();
+        if let Some(away) = away.filter(|_| !there.is_empty()) {
+            let away = away.index(there.len());
+            engine.cut(away);
+            there.remove(away);
+        }
+        let before = engine.agreed();
+        let mappers = engine.mappers();
+        let had: Vec<_> = mappers.iter().map(|(_, mapper)| mapper.mapped()).collect();
+        engine.take_log();
+
+        prop_assert_eq!(engine.perform(Operation::Trim, &faults), Answer::Trimmed);
+
+        let log = engine.take_log();
+        let targets: Vec<At> = sent(&log, Call::Trim).into_iter().map(|(at, _)| at).collect();
+        if !faults.cut_meanwhile {
+            prop_assert_eq!(targets, there.clone());
+        }
+        let here = topology.local().into_iter().all(|at| called(&log, Call::Trim).contains(&at));
+        prop_assert!(here, "the local rank is one of them");
+        prop_assert_eq!(engine.agreed(), before);
+        let has: Vec<_> = mappers.iter().map(|(_, mapper)| mapper.mapped()).collect();
+        prop_assert_eq!(has, had);
+        let silent = |fault: &Fault| fault.is_harmless()
+            || matches!(fault, Fault::RequestLost | Fault::ReplyLost | Fault::Refuses(_));
+        if faults.remote.iter().all(silent) && !faults.cut_meanwhile && away.is_none() {
+            prop_assert_eq!(engine.suspects(), vec![]);
+        }
+    }
+
     /// With one rank, here, nothing is sent, whatever its number.
     #[test]
     fn nothing_for_a_group_of_one(stage: u16, rank: u16, mask in 1u8..) {
@@ -144,13 +201,14 @@ proptest! {
             Operation::Map(&batch),
             Operation::Ready,
             Operation::Headroom,
+            Operation::Trim,
             Operation::Unmap(&batch, After::DEVICE),
             Operation::Reconcile(&batch),
         ] {
             let _ = engine.perform(operation, &Faults::default());
         }
         let log = engine.take_log();
-        prop_assert_eq!(log.len(), 5);
+        prop_assert_eq!(log.len(), 6);
         prop_assert!(log.iter().all(|event| matches!(event, Event::Called { .. })), "{:?}", log);
     }
 }

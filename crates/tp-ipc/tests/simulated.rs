@@ -57,6 +57,7 @@ pub(crate) enum Call {
     Resync,
     Ready,
     Headroom,
+    Trim,
 }
 
 /// What a mapper does instead of what it is told.
@@ -310,6 +311,10 @@ impl Mapper for Recorder {
     fn headroom(&self) -> Option<u32> {
         self.called(Call::Headroom, &[]);
         self.state.lock().unwrap().headroom
+    }
+
+    fn trim(&self) {
+        self.called(Call::Trim, &[]);
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {
@@ -637,6 +642,7 @@ impl RemoteRank {
                 Command::Resync { runs, .. } => (Call::Resync, runs.0.into_owned()),
                 Command::Ready => (Call::Ready, Vec::new()),
                 Command::Headroom => (Call::Headroom, Vec::new()),
+                Command::Trim => (Call::Trim, Vec::new()),
                 other => panic!("{other:?}"),
             };
             assert_eq!(request.session, SESSION);

@@ -127,6 +127,15 @@ impl ServedRank {
         }
     }
 
+    /// Lets go of memory that was kept too long to be used again; answers when to ask again, if any is
+    /// left.
+    pub fn tend(&self, now: Instant) -> Option<Instant> {
+        let pools = self.pools.values();
+        pools
+            .filter_map(|state| state.served.mapper.tend(now))
+            .min()
+    }
+
     /// Does this rank serve the coordinator that said `hello`?
     pub(super) fn admit(&self, hello: &Hello) -> Result<(), Refusal> {
         if hello.instance != self.instance {

@@ -252,7 +252,7 @@ fn another_version_and_no_hello_at_all_are_refused() {
     for (payload, words) in [
         (
             &newer[..],
-            "the coordinator speaks protocol version 77, the worker version 2",
+            "the coordinator speaks protocol version 77, the worker version 3",
         ),
         (
             b"GET / HTTP/1.1",
@@ -327,6 +327,7 @@ fn nothing_is_done_before_the_first_resync() {
         Verb::Undo,
         Verb::Ready,
         Verb::Headroom,
+        Verb::Trim,
     ] {
         let (mut rank, recorder) = rank();
         let mut conversation = welcomed(&mut rank, 5);

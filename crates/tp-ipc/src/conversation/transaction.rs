@@ -227,7 +227,7 @@ impl PoolState {
         (sequence, reply)
     }
 
-    /// A question, which changes nothing and may be asked again.
+    /// A question, or what changes no page either, and may be asked again.
     pub(super) fn ask(
         &mut self,
         sequence: u64,
@@ -246,6 +246,7 @@ impl PoolState {
         let reply = match call.perform(&*self.served.mapper) {
             RankAnswer::Ready(answer) => Reply::readiness(answer),
             RankAnswer::Headroom(pages) => Reply::Headroom(pages),
+            RankAnswer::Trimmed => Reply::Done,
             other => unreachable!("{other:?} is no answer to a question"),
         };
         Ok((sequence, reply))

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvcached_mapper::{After, Cause, MapError, PageRun, Readiness, Reconciled};
 
-use super::{Fanout, Phase};
+use super::{Fanout, LocalCommit, Phase};
 use crate::Answer;
 use crate::doubt::Doubts;
 use crate::operation::Kind;
@@ -23,6 +23,7 @@ impl Fanout {
                 Some(kind.failed(error))
             }
             Kind::Ready | Kind::Headroom => self.obstacle(kind).map(|cause| kind.refused(cause)),
+            Kind::Trim => None,
             Kind::Reconcile if self.is_healthy() => Some(Answer::Reconciled(Ok(self.tell()))),
             Kind::Reconcile => None,
         }
@@ -30,7 +31,7 @@ impl Fanout {
 
     /// Why there is no point in asking anybody.
     pub(super) fn obstacle(&self, kind: Kind) -> Option<Cause> {
-        if let Kind::Unmap(_) | Kind::Reconcile = kind {
+        if let Kind::Unmap(_) | Kind::Trim | Kind::Reconcile = kind {
             return None;
         }
         let suspect = self.local.as_ref().filter(|local| local.suspect.is_some());
@@ -101,6 +102,7 @@ impl Fanout {
             Kind::Unmap(after) => Verb::Prepare(&self.runs, after),
             Kind::Ready => Verb::Ready,
             Kind::Headroom => Verb::Headroom,
+            Kind::Trim => Verb::Trim,
             Kind::Reconcile => return self.address(now, |_| Turn::Resync),
         };
         self.sequence += 1;
@@ -149,10 +151,13 @@ impl Fanout {
             }
             Phase::Remote if failed => self.undo_peers(now),
             Phase::Remote => self.decide(now),
-            Phase::UndoRemote | Phase::CommitRemote => self.conclude(),
+            Phase::UndoRemote
+            | Phase::Commit {
+                local: LocalCommit::Over,
+            } => self.conclude(),
             Phase::Local { .. }
             | Phase::UndoLocal { .. }
-            | Phase::CommitLocal { .. }
+            | Phase::Commit { .. }
             | Phase::Over(_) => {}
         }
     }
@@ -174,13 +179,14 @@ impl Fanout {
                 if let Some(local) = self.local.as_mut().filter(|_| !work.local_did) {
                     local.owed = local.owed.join(after);
                 }
-                if work.local_did {
-                    work.phase = Phase::CommitLocal { polled: false };
-                } else {
-                    self.commit_peers(now);
-                }
+                let local = match work.local_did {
+                    true => LocalCommit::Due,
+                    false => LocalCommit::Over,
+                };
+                work.phase = Phase::Commit { local };
+                self.go_on(Verb::Commit, now);
             }
-            Kind::Ready | Kind::Headroom | Kind::Reconcile => self.conclude(),
+            Kind::Ready | Kind::Headroom | Kind::Trim | Kind::Reconcile => self.conclude(),
         }
     }
 
@@ -194,12 +200,6 @@ impl Fanout {
             work.uncertain.extend(&self.runs);
         }
         self.go_on(Verb::Undo, now);
-    }
-
-    pub(super) fn commit_peers(&mut self, now: Instant) {
-        let work = self.work.as_mut().expect("an operation is under way");
-        work.phase = Phase::CommitRemote;
-        self.go_on(Verb::Commit, now);
     }
 
     /// Goes on with the transaction on the ranks that did its first part.
@@ -229,6 +229,7 @@ impl Fanout {
             }
             (Kind::Headroom, None) if work.headroom_unknown => Answer::Headroom(None),
             (Kind::Headroom, None) => Answer::Headroom(work.headroom),
+            (Kind::Trim, None) => Answer::Trimmed,
             (Kind::Reconcile, None) => Answer::Reconciled(Ok(self.tell())),
         };
         self.finish(answer);

@@ -161,8 +161,8 @@ impl Fanout {
                 peer.in_doubt.extend(&self.runs);
                 work.uncertain.extend(&self.runs);
             }
-            (Phase::CommitRemote, _, Reply::Committed) => peer.turn = Turn::Rest,
-            (Phase::UndoRemote | Phase::CommitRemote, _, Reply::Done | Reply::Prepared) => {
+            (Phase::Commit { .. }, _, Reply::Committed) => peer.turn = Turn::Rest,
+            (Phase::UndoRemote | Phase::Commit { .. }, _, Reply::Done | Reply::Prepared) => {
                 // The first part's answer, once more.
             }
             (Phase::Remote, Kind::Ready, Reply::Ready) => peer.turn = Turn::Rest,
@@ -179,6 +179,7 @@ impl Fanout {
                 peer.turn = Turn::Rest;
                 work.headroom_unknown = true;
             }
+            (Phase::Remote, Kind::Trim, Reply::Done) => peer.turn = Turn::Rest,
             (_, _, reply) => {
                 let reason = format!("{reply:?} is no answer to {name}");
                 self.lose(index, PeerCause::Protocol { reason });
@@ -250,6 +251,8 @@ impl Fanout {
                 }
             }
             Kind::Headroom => work.headroom_unknown = true,
+            // Nobody has to; and who is gone keeps nothing.
+            Kind::Trim => {}
             Kind::Reconcile => {
                 let cause = peer.failure("resynchronise", cause);
                 work.blame(index.0 + 1, cause);
