@@ -13,7 +13,7 @@ use kvcached_integrations::{
 };
 use kvcached_mapper::{Cold, Epochs, KvBuffers, Layout, PageSize, PoolId, PoolSpec, Rank, Stage};
 use kvcached_tp_ipc::{InstanceName, RuntimeDir, Topology};
-use kvcached_vmm::Driver;
+use kvcached_vmm::{Driver, RecyclerConfig};
 use tempfile::TempDir;
 
 /// The one pool of these engines.
@@ -175,6 +175,7 @@ pub(crate) fn scheduler<D: Driver>(
             instance,
             topology,
             cold: Cold::Unbacked,
+            recycler: RecyclerConfig::default(),
             ipc_timeout: Duration::from_secs(20),
             epochs: Arc::new(Epochs::new(Duration::from_secs(1))),
         },

@@ -1,6 +1,7 @@
 //! A rank's mapper that strikes at a named moment: just before or after a call of the seam.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use kvcached_mapper::{
     After, Cause, Epoch, Health, MapError, Mapper, PageRun, RankMapper, Readiness, Resynced,
@@ -96,6 +97,14 @@ impl Mapper for Striking {
 
     fn headroom(&self) -> Option<u32> {
         self.inner.headroom()
+    }
+
+    fn trim(&self) {
+        self.inner.trim();
+    }
+
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        self.inner.tend(now)
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {

@@ -69,6 +69,7 @@ pub(super) fn good() -> Vec<Vec<u8>> {
         (11, Verb::Map(&[run(0, 1)])),
         (11, Verb::Undo),
         (12, Verb::Resync(&[tail, run(12, 1)], After::DEVICE)),
+        (13, Verb::Trim),
     ];
     payloads(|out| {
         push_hello(out, &hello(SESSION));
@@ -170,6 +171,9 @@ impl Worker {
                     "not a request of its session"
                 );
                 match (reply, request.map(|request| request.command)) {
+                    (Some(Reply::Done), Some(Command::Trim)) => {
+                        assert!(!changed, "a trim changes no page");
+                    }
                     (Some(Reply::Done | Reply::Prepared), Some(command)) => {
                         self.check_done(&command);
                     }

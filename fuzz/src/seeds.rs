@@ -160,6 +160,7 @@ fn requests() -> Vec<Vec<u8>> {
         Verb::Undo,
         Verb::Resync(&[], After::DEVICE),
         Verb::Resync(&runs, After::DEVICE),
+        Verb::Trim,
     ];
     let mut requests = payloads(|out| {
         for verb in verbs {

@@ -39,6 +39,7 @@ pub fn request(payload: &[u8]) {
         Command::Undo => Verb::Undo,
         Command::Ready => Verb::Ready,
         Command::Headroom => Verb::Headroom,
+        Command::Trim => Verb::Trim,
         other => panic!("an unknown command, {other:?}"),
     };
     let again = payloads(|out| push_request(out, request.session, request.sequence, verb));

@@ -27,7 +27,7 @@ use kvcached_tp_ipc::{
     Deadline, Endpoint, EndpointDir, GeometryDigest, RuntimeDir, ServedPool, Server, ServerConfig,
     Topology,
 };
-use kvcached_vmm::{Driver, Host, HostConfig, VmmError};
+use kvcached_vmm::{Driver, Host, HostConfig, RecyclerConfig, VmmError};
 
 #[path = "../impostor.rs"]
 mod impostor;
@@ -181,6 +181,7 @@ fn schedule(arguments: &Arguments, part: Option<&Part>) -> Result<(), Failure> {
         instance: arguments.endpoints.instance().clone(),
         topology,
         cold: Cold::Unbacked,
+        recycler: RecyclerConfig::default(),
         ipc_timeout: arguments.ipc_timeout,
         epochs: Arc::new(Epochs::new(Duration::from_secs(1))),
     };

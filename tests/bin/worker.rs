@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use kvcached_integrations::{Worker, WorkerConfig};
 use kvcached_mapper::{Cold, KvBuffers, Layout, PageSize, PoolId, PoolSpec, Rank, Stage};
-use kvcached_vmm::{Cuda, Driver, Host, HostConfig};
+use kvcached_vmm::{Cuda, Driver, Host, HostConfig, RecyclerConfig};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -35,6 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         rank: Rank(rank.parse()?),
         pools: vec![(PoolId(0), spec)],
         cold: Cold::Unbacked,
+        recycler: RecyclerConfig::default(),
         ipc_timeout: Duration::from_secs(20),
         orphan_timeout: Duration::from_secs(20),
         retire_timeout: Duration::from_secs(1),

@@ -14,6 +14,7 @@ use kvcached_mapper::{
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::{Deadline, InstanceName, RuntimeDir, Topology};
+use kvcached_vmm::RecyclerConfig;
 
 use crate::ranks::{POOL, WorkerProcess, folder, spec};
 
@@ -138,6 +139,7 @@ fn the_null_block_is_block_0_and_no_page_is_given_twice_however_a_start_is_delay
             instance: instance.clone(),
             topology: Topology::separate_coordinator(2, 1, &endpoints),
             cold: Cold::Unbacked,
+            recycler: RecyclerConfig::default(),
             ipc_timeout: Duration::from_secs(20),
             epochs: Arc::new(Epochs::new(Duration::from_secs(1))),
         };

@@ -18,7 +18,7 @@ use kvcached_tp_ipc::{
     Broadcast, BroadcastConfig, ConnectError, Deadline, GeometryDigest, InstanceName, RuntimeDir,
     RuntimeDirError, Topology,
 };
-use kvcached_vmm::Driver;
+use kvcached_vmm::{Driver, Recycler, RecyclerConfig};
 use thiserror::Error;
 
 use crate::config::Config;
@@ -33,6 +33,9 @@ pub struct MapperConfig {
     pub topology: Topology,
     /// What lies behind a page without memory, on the rank in this process.
     pub cold: Cold,
+    /// How much memory that came free the rank in this process keeps to use it again, over all of
+    /// its pools, and for how long.
+    pub recycler: RecyclerConfig,
     /// How long to wait for another rank's answer.
     pub ipc_timeout: Duration,
     /// Which epochs have retired on the rank in this process.
@@ -82,6 +85,7 @@ impl MapperConfig {
             instance,
             topology,
             cold: config.cold,
+            recycler: config.recycler,
             ipc_timeout: config.ipc_timeout,
             epochs: Arc::new(Epochs::new(config.retire_timeout)),
         }
@@ -113,8 +117,8 @@ impl Arrangement {
 
 /// Puts the mapper of one pool together, and waits until every rank can map.
 ///
-/// `driver` is that of the rank in this process; without such a rank it is not used, so that a
-/// coordinator on its own opens no device.
+/// `memory` is that of the rank in this process, the same for all of its pools; without such a rank
+/// it is not used, so that a coordinator on its own opens no device.
 ///
 /// # Errors
 /// [`ComposeError`]; everything begun is undone.
@@ -122,14 +126,16 @@ pub fn compose<D: Driver>(
     config: &MapperConfig,
     pool: PoolId,
     geometry: &Geometry,
-    driver: Option<&Arc<D>>,
+    memory: Option<&Arc<Recycler<D>>>,
     ready_by: Deadline,
 ) -> Result<Composed<D>, ComposeError> {
-    let local = match (config.topology.local(), driver) {
+    let local = match (config.topology.local(), memory) {
         (Some((stage, rank)), None) => return Err(ComposeError::NoDriver { stage, rank }),
-        (Some(_), Some(driver)) => {
-            let mapper = LocalMapper::new(Arc::clone(driver), geometry.clone(), config.cold);
+        (Some(_), Some(memory)) => {
+            let driver = Arc::clone(memory.driver());
+            let mapper = LocalMapper::new(driver, geometry.clone(), config.cold);
             let mapper = mapper.map_err(ComposeError::Local)?;
+            let mapper = mapper.with_recycler(memory);
             Some(Arc::new(mapper.with_epochs(Arc::clone(&config.epochs))))
         }
         (None, _) => None,

@@ -13,6 +13,7 @@ use std::{fmt, str::FromStr};
 use kvcached_mapper::{Cold, Geometry, Layout, PageSize};
 use kvcached_page_alloc::{MAX_RUN, Reserve};
 use kvcached_tp_ipc::InstanceName;
+use kvcached_vmm::RecyclerConfig;
 use thiserror::Error;
 
 use crate::detect::TopologyMode;
@@ -53,6 +54,8 @@ pub struct Config {
     pub reserve: ReserveBounds,
     /// Pages backed together.
     pub max_run: MaxRun,
+    /// How much memory that came free is kept to be used again, and for how long.
+    pub recycler: RecyclerConfig,
     /// How long to wait for another rank's answer.
     pub ipc_timeout: Duration,
     /// How long a worker keeps what is mapped after its coordinator is gone.
@@ -214,6 +217,7 @@ impl Config {
                 .unwrap_or(Cold::Unbacked),
             reserve: settings.reserve()?,
             max_run: settings.max_run()?,
+            recycler: settings.recycler()?,
             ipc_timeout,
             orphan_timeout: settings
                 .parse("KVCACHED_ORPHAN_TIMEOUT", |word| {
@@ -247,6 +251,8 @@ impl Config {
                 |pages| pages.to_string(),
             ),
             max_run = %self.max_run,
+            chunk_pool = %ByteSize(self.recycler.limit_bytes),
+            chunk_pool_idle_s = self.recycler.idle.as_secs_f64(),
             ipc_timeout_s = self.ipc_timeout.as_secs_f64(),
             orphan_timeout_s = self.orphan_timeout.as_secs_f64(),
             retire_timeout_s = self.retire_timeout.as_secs_f64(),
@@ -389,6 +395,16 @@ impl<F: Fn(&str) -> Option<OsString>> Settings<F> {
             (None, Some(ByteSize(bytes))) => Ok(MaxRun::Bytes(bytes)),
             (None, None) => Ok(MaxRun::Bytes(DEFAULT_RUN_BYTES)),
         }
+    }
+
+    fn recycler(&self) -> Result<RecyclerConfig, ConfigError> {
+        let default = RecyclerConfig::default();
+        let limit = self.parse("KVCACHED_CHUNK_POOL_BYTES", from_str::<ByteSize>)?;
+        let idle = self.parse("KVCACHED_CHUNK_POOL_IDLE", seconds)?;
+        Ok(RecyclerConfig {
+            limit_bytes: limit.map_or(default.limit_bytes, |bytes| bytes.0),
+            idle: idle.unwrap_or(default.idle),
+        })
     }
 
     fn contradiction(&self, one: &'static str, other: &'static str) -> ConfigError {

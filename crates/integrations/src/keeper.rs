@@ -75,6 +75,8 @@ pub(crate) struct Kept {
     look_at: Option<Instant>,
     /// How long after a vain attempt to bring a rank back; zero while all count.
     pause: Duration,
+    /// When memory that is kept in this process for later has been kept for too long.
+    tend_at: Option<Instant>,
 }
 
 impl Kept {
@@ -88,6 +90,7 @@ impl Kept {
             resting: Arc::default(),
             look_at: None,
             pause: Duration::ZERO,
+            tend_at: None,
         }
     }
 
@@ -205,9 +208,14 @@ fn run(pools: &mut [Kept], turns: &Turns, flags: &Flags, receiver: &Receiver<()>
         if flags.stop.load(Ordering::Acquire) {
             return;
         }
-        let looks = pools.iter().filter_map(|kept| kept.look_at);
-        let rests = pools.iter().filter_map(|kept| kept.rests_until);
-        let next = looks.chain(rests).fold(tick_at, Instant::min);
+        for kept in &mut *pools {
+            turns.give_way();
+            kept.tend_at = kept.pages.tend(now());
+        }
+        let times = pools
+            .iter()
+            .flat_map(|kept| [kept.look_at, kept.rests_until, kept.tend_at]);
+        let next = times.flatten().fold(tick_at, Instant::min);
         let pause = next.saturating_duration_since(now());
         if let Err(RecvTimeoutError::Disconnected) = receiver.recv_timeout(pause) {
             return;

@@ -6,6 +6,7 @@
 
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use kvcached_manager::{
     AllocError, BlockId, BlockManager, BlockSpace, FreeError, HoldError, HoldId, Limit, LimitError,
@@ -259,8 +260,8 @@ impl Pool {
         self.pages.limit_status()
     }
 
-    /// Gives the memory of idle pages back, the reserve's too; answers how many. A reserve comes
-    /// back with the next use of the pool.
+    /// Gives the memory of idle pages back, the reserve's too; answers how many. What ranks only keep
+    /// to use again goes with it. A reserve comes back with the next use of the pool.
     ///
     /// # Errors
     /// What the mapper answered.
@@ -281,6 +282,12 @@ impl Pool {
     /// does: demand of long ago then asks for no reserve any more. See [`PageAllocator::tick`].
     pub fn tick(&self) {
         self.pages.tick();
+    }
+
+    /// Lets go of memory that the rank in this process has kept too long to use it again; answers when
+    /// to ask again, if any is left. For schedulers without a thread that does it.
+    pub fn tend(&self, now: Instant) -> Option<Instant> {
+        self.pages.tend(now)
     }
 
     /// How far every rank is known to have the pages that it should. A fenced pool hands out no

@@ -15,7 +15,7 @@ use kvcached_mapper::{
 };
 use kvcached_page_alloc::{Turns, Unmapping};
 use kvcached_tp_ipc::{Deadline, InstanceName, Topology};
-use kvcached_vmm::Driver;
+use kvcached_vmm::{Driver, Recycler};
 use thiserror::Error;
 
 use crate::compose::{ComposeError, MapperConfig, compose, list};
@@ -257,12 +257,13 @@ impl Scheduler {
                     })
             })
             .collect::<Result<Vec<_>, _>>()?;
+        let memory = driver.map(|driver| Arc::new(Recycler::new(driver, mapper.recycler)));
         // All mappers first: no pool maps anything before every rank of every pool is there.
         let mapped = pools
             .into_iter()
             .zip(geometries)
             .map(|(PoolSetup { id, policy, .. }, geometry)| {
-                let composed = compose(&mapper, id, &geometry, driver.as_ref(), ready_by)
+                let composed = compose(&mapper, id, &geometry, memory.as_ref(), ready_by)
                     .map_err(|source| StartError::Mapper { pool: id, source })?;
                 let tensor_bases = composed
                     .local

@@ -16,7 +16,7 @@ use kvcached_tp_ipc::{
     BindError, Deadline, Endpoint, EndpointDir, InstanceName, RuntimeDir, RuntimeDirError,
     ServedPool, Server, ServerConfig, StopHandle,
 };
-use kvcached_vmm::Driver;
+use kvcached_vmm::{Driver, Recycler, RecyclerConfig};
 use thiserror::Error;
 
 use crate::compose::digest;
@@ -49,6 +49,8 @@ pub struct WorkerConfig {
     pub pools: Vec<(PoolId, PoolSpec)>,
     /// What lies behind a page without memory.
     pub cold: Cold,
+    /// How much memory that came free is kept to be used again, over all pools, and for how long.
+    pub recycler: RecyclerConfig,
     /// How long the coordinator may take to finish what it began to say.
     pub ipc_timeout: Duration,
     /// How long what is mapped outlives the coordinator's connection.
@@ -126,6 +128,7 @@ impl WorkerConfig {
             rank,
             pools,
             cold: config.cold,
+            recycler: config.recycler,
             ipc_timeout: config.ipc_timeout,
             orphan_timeout: config.orphan_timeout,
             retire_timeout: config.retire_timeout,
@@ -230,6 +233,7 @@ fn make_mappers<D: Driver>(
     epochs: &Arc<Epochs>,
 ) -> Result<Mappers<D>, WorkerError> {
     let granularity = driver.properties().granularity;
+    let memory = Arc::new(Recycler::new(Arc::clone(driver), config.recycler));
     let mut mappers: Mappers<D> = Vec::new();
     for (pool, spec) in &config.pools {
         let pool = *pool;
@@ -241,6 +245,7 @@ fn make_mappers<D: Driver>(
             .map_err(|source| WorkerError::Layout { pool, source })?;
         let mapper = LocalMapper::new(Arc::clone(driver), geometry, config.cold)
             .map_err(|source| WorkerError::Mapper { pool, source })?;
+        let mapper = mapper.with_recycler(&memory);
         mappers.push((pool, Arc::new(mapper.with_epochs(Arc::clone(epochs)))));
     }
     match mappers.is_empty() {

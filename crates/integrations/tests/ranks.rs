@@ -23,7 +23,7 @@ use kvcached_mapper::{
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::{BindError, Deadline, RuntimeDir};
-use kvcached_vmm::{Call, Chunk, Driver, Host, HostConfig, Mock, MockConfig};
+use kvcached_vmm::{Call, Chunk, Driver, Host, HostConfig, Mock, MockConfig, Recycler};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -152,7 +152,8 @@ impl Engine {
         } = self.scheduler_config(arrangement, vec![setup(POOL)]);
         let geometry = spec().resolve(GRANULE).unwrap();
         let ready_by = Deadline::after(ready_timeout);
-        let composed = compose(&mapper, POOL, &geometry, device, ready_by).unwrap();
+        let memory = device.map(|it| Arc::new(Recycler::new(Arc::clone(it), mapper.recycler)));
+        let composed = compose(&mapper, POOL, &geometry, memory.as_ref(), ready_by).unwrap();
         let pool = MappedPool {
             id: POOL,
             geometry,

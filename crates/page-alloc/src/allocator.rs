@@ -9,6 +9,7 @@ mod reserve;
 mod unmap;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvcached_mapper::{After, Epoch, MapError, Mapper, PageId, PageRun, Suspect};
 
@@ -39,8 +40,8 @@ const STEP_CHUNKS: u32 = 16;
 /// | [`alloc`](Self::alloc), [`alloc_first`](Self::alloc_first) | when warm pages do not suffice |
 /// | [`free`](Self::free), [`free_after`](Self::free_after) | when more is backed than the limit allows, and only with [`Unmapping::InCall`] |
 /// | [`set_limit`](Self::set_limit) | when more is backed than the limit allows |
-/// | [`replenish`](Self::replenish), [`keep_to_limit`](Self::keep_to_limit), [`trim`](Self::trim) | when there is something to do |
-/// | [`repair`](Self::repair) | always |
+/// | [`replenish`](Self::replenish), [`keep_to_limit`](Self::keep_to_limit), [`trim`](Self::trim) | when there is something to do, a trim in any case |
+/// | [`repair`](Self::repair), [`tend`](Self::tend) | always |
 /// | [`health`](Self::health) | to look, which waits for nobody |
 /// | all others | never |
 ///
@@ -275,12 +276,25 @@ impl PageAllocator {
     /// Gives the memory of every wholly idle run back, the reserve's too; answers how many pages. The
     /// reserve begins anew, with the demand that comes.
     /// Runs whose epoch has not retired come last, and stay warm if that does not happen within the
-    /// mapper's bound.
+    /// mapper's bound. Memory that the mapper only keeps for later goes with it, whatever came of
+    /// the runs.
     ///
     /// # Errors
     /// What the mapper answered; runs before that are unmapped, and show in
     /// [`usage`](Self::usage).
     pub fn trim(&self) -> Result<u32, MapError> {
+        let unmapped = self.unmap_idle();
+        self.mapper.trim();
+        unmapped
+    }
+
+    /// Lets go, in this process, of memory behind no page that was kept too long at `now`; answers
+    /// when to ask again. See [`Mapper::tend`].
+    pub fn tend(&self, now: Instant) -> Option<Instant> {
+        self.mapper.tend(now)
+    }
+
+    fn unmap_idle(&self) -> Result<u32, MapError> {
         // Pages freed by others meanwhile are not waited for, so this ends.
         let mut left = self.with_books(|Books { demand, table, .. }| {
             demand.forget(table.count(PageState::Used));

@@ -16,7 +16,7 @@ use std::{fmt, io};
 use kvcached_integrations::{ByteSize, MapperConfig, MaxRun, StartError};
 use kvcached_mapper::{Cold, Epochs, Layout, LayoutError, PageSize, Rank};
 use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, Topology};
-use kvcached_vmm::{Budget, BudgetError};
+use kvcached_vmm::{Budget, BudgetError, RecyclerConfig};
 use thiserror::Error;
 
 use self::elastic::ElasticCache;
@@ -524,6 +524,7 @@ fn elastic_caches(
             instance,
             topology,
             cold: plan.cold,
+            recycler: RecyclerConfig::OFF,
             ipc_timeout: plan.ipc_timeout,
             epochs: Arc::new(Epochs::new(plan.ipc_timeout)),
         };

@@ -535,6 +535,13 @@ impl Mapper for SimBroadcast {
         }
     }
 
+    fn trim(&self) {
+        match self.perform(Operation::Trim) {
+            Answer::Trimmed => {}
+            other => unreachable!("{other:?} is no answer to a trim"),
+        }
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         match self.perform(Operation::Ready) {
             Answer::Ready(readiness) => readiness,

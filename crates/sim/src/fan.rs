@@ -84,6 +84,7 @@ pub(crate) enum ActiveKind {
     Unmap,
     Ready,
     Headroom,
+    Trim,
     Reconcile,
 }
 
@@ -175,6 +176,7 @@ impl Active {
             Operation::Unmap(runs, _) => (ActiveKind::Unmap, runs),
             Operation::Ready => (ActiveKind::Ready, &[][..]),
             Operation::Headroom => (ActiveKind::Headroom, &[][..]),
+            Operation::Trim => (ActiveKind::Trim, &[][..]),
             Operation::Reconcile(runs) => (ActiveKind::Reconcile, runs),
         };
         Self {

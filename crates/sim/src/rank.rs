@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvcached_mapper::{
     After, Cold, Epoch, Epochs, Geometry, Health, KvBuffers, Layout, LocalMapper, MapError, Mapper,
@@ -167,6 +167,14 @@ impl Mapper for Hasty {
 
     fn headroom(&self) -> Option<u32> {
         self.0.headroom()
+    }
+
+    fn trim(&self) {
+        self.0.trim();
+    }
+
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        self.0.tend(now)
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {

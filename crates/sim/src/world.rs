@@ -433,6 +433,7 @@ fn refused(operation: Operation<'_>) -> Answer {
         ActiveKind::Map | ActiveKind::Unmap => Answer::Batch(Err(error)),
         ActiveKind::Ready => Answer::Ready(Err(error)),
         ActiveKind::Headroom => Answer::Headroom(None),
+        ActiveKind::Trim => Answer::Trimmed,
         ActiveKind::Reconcile => Answer::Reconciled(Err(error)),
     }
 }

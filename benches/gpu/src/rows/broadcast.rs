@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvcached_integrations::{MapperConfig, compose};
 use kvcached_mapper::{Layout, Mapper, PageId, PageRun, PageSize, PoolSpec};
 use kvcached_tp_ipc::{Deadline, Topology};
-use kvcached_vmm::Driver;
+use kvcached_vmm::{Driver, Recycler};
 
 use crate::Outcome;
 use crate::clock::timed;
@@ -122,7 +122,13 @@ impl Crew {
         let geometry = spec().resolve(bench.driver.properties().granularity)?;
         let mapper = MapperConfig::new(&config, config.instance.clone(), topology);
         let ready_by = Deadline::after(TIMEOUT);
-        let composed = compose(&mapper, POOL, &geometry, None::<&Arc<D>>, ready_by)?;
+        let composed = compose(
+            &mapper,
+            POOL,
+            &geometry,
+            None::<&Arc<Recycler<D>>>,
+            ready_by,
+        )?;
         Ok(Self {
             mapper: composed.mapper,
             ranks,

@@ -28,6 +28,7 @@ fn every_variable_is_optional() {
     assert_eq!(config.cold, Cold::Unbacked);
     assert_eq!(config.reserve, ReserveBounds { min: 0, max: None });
     assert_eq!(config.max_run, MaxRun::Bytes(32 << 20));
+    assert_eq!(config.recycler, RecyclerConfig::default());
     assert_eq!(config.ipc_timeout, Duration::from_secs(60));
     assert_eq!(config.orphan_timeout, Duration::from_secs(150));
     assert_eq!(config.retire_timeout, Duration::from_millis(50));
@@ -67,6 +68,8 @@ fn every_variable_takes_effect() {
         ("KVCACHED_MIN_RESERVED_PAGES", "3"),
         ("KVCACHED_MAX_RESERVED_PAGES", "5"),
         ("KVCACHED_MAX_RUN_PAGES", "64"),
+        ("KVCACHED_CHUNK_POOL_BYTES", "1g"),
+        ("KVCACHED_CHUNK_POOL_IDLE", "0.1"),
         ("KVCACHED_IPC_TIMEOUT", "1.5"),
         ("KVCACHED_ORPHAN_TIMEOUT", "7"),
         ("KVCACHED_RETIRE_TIMEOUT", "0.25"),
@@ -82,6 +85,11 @@ fn every_variable_takes_effect() {
     assert_eq!(config.cold, Cold::Zero);
     assert_eq!(config.reserve, Reserve { min: 3, max: 5 }.into());
     assert_eq!(config.max_run, MaxRun::Pages(NonZeroU32::new(64).unwrap()));
+    let recycler = RecyclerConfig {
+        limit_bytes: 1 << 30,
+        idle: Duration::from_millis(100),
+    };
+    assert_eq!(config.recycler, recycler);
     assert_eq!(config.ipc_timeout, Duration::from_millis(1500));
     assert_eq!(config.orphan_timeout, Duration::from_secs(7));
     assert_eq!(config.retire_timeout, Duration::from_millis(250));
@@ -89,9 +97,11 @@ fn every_variable_takes_effect() {
     assert_eq!(config.device, Device::Cuda { ordinal: 3 });
     let config = resolve(&[
         ("KVCACHED_MAX_RUN_BYTES", "8MiB"),
+        ("KVCACHED_CHUNK_POOL_BYTES", "0"),
         ("KVCACHED_DEVICE", "host"),
     ]);
     let config = config.unwrap();
+    assert_eq!(config.recycler.limit_bytes, 0);
     assert_eq!(
         (config.max_run, config.device),
         (MaxRun::Bytes(8 << 20), Device::Host)
@@ -120,6 +130,8 @@ fn a_bad_value_is_named_with_what_is_allowed() {
             "KVCACHED_IPC_TIMEOUT",
             &["0", "-1", "nan", "inf", "1e300", "1s", "0.0001"],
         ),
+        ("KVCACHED_CHUNK_POOL_BYTES", &["-1", "some"]),
+        ("KVCACHED_CHUNK_POOL_IDLE", &["0", "-1", "never"]),
         ("KVCACHED_ORPHAN_TIMEOUT", &["0", "0.5", "120", "never"]),
         ("KVCACHED_RETIRE_TIMEOUT", &["0", "never"]),
         ("KVCACHED_READY_TIMEOUT", &["0", "never"]),

@@ -29,6 +29,8 @@ pub struct Variable {
 /// | `KVCACHED_MAX_RESERVED_PAGES` | a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES | those of 1GiB, or KVCACHED_MIN_RESERVED_PAGES if that is more |
 /// | `KVCACHED_MAX_RUN_PAGES` | 1 to 64, and not together with KVCACHED_MAX_RUN_BYTES | what KVCACHED_MAX_RUN_BYTES comes to |
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
+/// | `KVCACHED_CHUNK_POOL_BYTES` | a size such as 256MiB, or 0 | 256MiB |
+/// | `KVCACHED_CHUNK_POOL_IDLE` | a number of seconds from 0.001 to 86400 | 0.5 |
 /// | `KVCACHED_IPC_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
 /// | `KVCACHED_ORPHAN_TIMEOUT` | a number of seconds from 1 to 86400, more than twice KVCACHED_IPC_TIMEOUT | twice KVCACHED_IPC_TIMEOUT and 30 |
 /// | `KVCACHED_RETIRE_TIMEOUT` | a number of seconds from 0.001 to 86400 | 0.05 |
@@ -97,6 +99,20 @@ pub const VARIABLES: &[Variable] = &[
         allowed: "a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES",
         default: "32MiB",
         meaning: "bytes of one extent that are backed together at most, if that is 1 to 64 pages",
+    },
+    Variable {
+        name: "KVCACHED_CHUNK_POOL_BYTES",
+        allowed: "a size such as 256MiB, or 0",
+        default: "256MiB",
+        meaning: "memory that came free and each rank keeps at most to use it again, over all of its \
+                  pools; 0 keeps none",
+    },
+    Variable {
+        name: "KVCACHED_CHUNK_POOL_IDLE",
+        allowed: "a number of seconds from 0.001 to 86400",
+        default: "0.5",
+        meaning: "how long it is kept if nobody uses it; neighbours on the device have to do without \
+                  it for so long",
     },
     Variable {
         name: "KVCACHED_IPC_TIMEOUT",

@@ -124,6 +124,11 @@ fn a_failed_unmap_quarantines_only_the_uncertain_runs() {
     pool.free(&[a, b, c].concat());
     pool.mapper.fail(Call::Unmap, 0, doubtful(vec![run(3, 3)]));
     assert!(pool.pages.trim().is_err());
+    assert_eq!(
+        pool.mapper.calls().trim,
+        1,
+        "what it keeps goes all the same"
+    );
     let usage = pool.usage();
     assert_eq!(
         (usage.warm, usage.quarantined, usage.unmapped_total),

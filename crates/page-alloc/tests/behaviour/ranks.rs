@@ -135,6 +135,10 @@ impl Mapper for Ranks {
         self.recording.headroom()
     }
 
+    fn trim(&self) {
+        self.recording.trim();
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         self.recording.ready()
     }

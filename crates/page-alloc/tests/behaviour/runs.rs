@@ -102,6 +102,7 @@ fn trim_gives_wholly_idle_runs_back_and_no_others() {
     assert_eq!(pool.pages.trim(), Ok(8));
     assert_eq!(pool.pages.trim(), Ok(0));
     assert_eq!((pool.usage().cold, pool.usage().runs), (40, 0));
+    assert_eq!(pool.mapper.calls().trim, 3, "what it keeps goes each time");
 }
 
 #[test]

@@ -125,6 +125,14 @@ impl Mapper for Whole {
         self.inner.headroom()
     }
 
+    fn trim(&self) {
+        self.inner.trim();
+    }
+
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        self.inner.tend(now)
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
     }
@@ -161,6 +169,14 @@ impl Mapper for Local {
 
     fn headroom(&self) -> Option<u32> {
         self.inner.headroom()
+    }
+
+    fn trim(&self) {
+        self.inner.trim();
+    }
+
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        self.inner.tend(now)
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvcached_integrations::{StartError, WorkerConfig, WorkerError};
 use kvcached_mapper::{Cold, MapError, PageRun, PoolId, Stage};
 use kvcached_tp_ipc::NameError;
-use kvcached_vmm::{BudgetError, VmmError};
+use kvcached_vmm::{BudgetError, RecyclerConfig, VmmError};
 use thiserror::Error;
 
 use super::cache::{ModelPlan, RankedCache, pool_id};
@@ -99,6 +99,8 @@ fn serve(setup: &Setup, channel: &mut Channel) -> Result<(), RankError> {
             .zip(setup.pools.iter().map(|pool| pool.spec()))
             .collect(),
         cold: cold(setup),
+        // The same input is to give the same result: time here is not the time that passes.
+        recycler: RecyclerConfig::OFF,
         ipc_timeout: setup.ipc_timeout,
         orphan_timeout: ORPHAN_TIMEOUT,
         retire_timeout: setup.ipc_timeout,

@@ -158,6 +158,14 @@ impl Mapper for Harmed {
         self.inner.headroom()
     }
 
+    fn trim(&self) {
+        self.inner.trim();
+    }
+
+    fn tend(&self, now: Instant) -> Option<Instant> {
+        self.inner.tend(now)
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
     }
