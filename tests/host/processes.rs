@@ -2,10 +2,12 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvcached_integrations::{Pool, Scheduler};
-use kvcached_manager::{AllocError, BlockId};
+use kvcached_manager::{AllocError, BlockId, Limit};
 use kvcached_mapper::{Layout, Rank, Stage};
+use kvcached_tp_ipc::Deadline;
 use kvcached_vmm::{Host, HostConfig};
 
 use crate::ranks::{POOL, Place, WorkerProcess, folder, scheduler};
@@ -138,15 +140,53 @@ fn a_rank_that_is_full_makes_the_pool_full_and_nothing_else() {
             before,
             "undone everywhere"
         );
+        pool.trim().expect("all are there");
         assert_eq!(
             workers[0].free_bytes(),
             free_before,
-            "nothing is kept on the rank that did it"
+            "nothing is left on the rank that did it"
         );
     }
     assert_eq!(pool.usage().pages.quarantined, 0);
     pool.free(&first).expect("handed out before");
     pool.alloc(9).expect("as many as rank 1 has room for");
+}
+
+#[test]
+fn what_ranks_keep_to_use_again_goes_back_by_itself_and_at_once_on_a_trim() {
+    let folder = folder();
+    let (scheduler, mut workers) = separate(folder.path(), "e", 2, 1);
+    let pool = pool(&scheduler);
+    let mut free = || {
+        workers
+            .iter_mut()
+            .map(WorkerProcess::free_bytes)
+            .sum::<u64>()
+    };
+    let at_rest = free();
+    let mut revision = 0;
+    let mut limit = |bytes| {
+        revision += 1;
+        let status = pool.set_limit(Limit { bytes, revision });
+        status.expect("there is no floor");
+    };
+
+    // Memory of idle pages above the limit goes, and nobody says another word to the ranks.
+    let blocks = pool.alloc(8).expect("there is room");
+    pool.free(&blocks).expect("handed out before");
+    limit(pool.geometry().bundle_bytes());
+    assert_eq!(pool.usage().pages.warm, 0);
+    let end = Deadline::after(Duration::from_secs(60));
+    while free() != at_rest {
+        assert!(!end.is_over(), "it is kept for ever");
+    }
+
+    limit(u64::MAX);
+    let blocks = pool.alloc(8).expect("there is room");
+    pool.free(&blocks).expect("handed out before");
+    assert!(free() < at_rest);
+    pool.trim().expect("all are there");
+    assert_eq!(free(), at_rest);
 }
 
 #[test]
