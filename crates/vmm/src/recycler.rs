@@ -21,7 +21,7 @@ use crate::{Chunk, Driver, VmmError};
 
 /// How many chunks one look lets go of: each takes the device some ten microseconds and more, and
 /// whoever looks has others to serve.
-const RELEASES_PER_LOOK: usize = 16;
+const RELEASES_PER_LOOK: usize = 4;
 
 /// How much is kept, and for how long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
