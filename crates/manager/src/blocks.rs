@@ -243,6 +243,14 @@ impl BlockManager {
         self.blocks.space().page_of(block.0)
     }
 
+    /// The first page of the run that a block's memory belongs to, and goes back with: what to clear
+    /// for memory to go, see [`EvictionQueue`](crate::EvictionQueue). `None` if the block has none.
+    #[must_use]
+    pub fn run_of(&self, block: BlockId) -> Option<PageId> {
+        let run = self.pages.run_of(self.page_of(block)?)?;
+        Some(run.first())
+    }
+
     /// Which blocks lie on which page.
     #[must_use]
     pub const fn space(&self) -> &BlockSpace {

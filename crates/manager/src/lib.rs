@@ -82,6 +82,7 @@
 mod bits;
 mod blocks;
 mod error;
+mod eviction;
 mod hold;
 mod page;
 mod space;
@@ -91,6 +92,7 @@ use std::fmt;
 
 pub use blocks::BlockManager;
 pub use error::{AllocError, FreeError, NewError};
+pub use eviction::EvictionQueue;
 pub use hold::{HoldError, HoldId};
 pub use kvcached_page_alloc::{FullReason, Limit, LimitError, LimitStatus, PageUsage, Repaired};
 pub use space::{BlockSpace, SpaceError};

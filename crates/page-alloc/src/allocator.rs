@@ -397,6 +397,12 @@ impl PageAllocator {
         self.with_books(|books| books.table.state(page))
     }
 
+    /// The run that a used or warm page was mapped in, whose memory goes back together; `None` for
+    /// any other page.
+    pub fn run_of(&self, page: PageId) -> Option<PageRun> {
+        self.with_books(|books| books.table.run_of(page))
+    }
+
     /// The runs whose state is unknown after a failure, in order, exactly as they were to be mapped
     /// or unmapped.
     pub fn quarantined(&self) -> Vec<PageRun> {

@@ -158,6 +158,12 @@ impl Runs {
         u32::try_from(self.slots.len() - self.vacant.len()).expect("no more runs than pages")
     }
 
+    /// The backed run that `page` is part of.
+    pub(crate) fn run_of(&self, page: PageId) -> Option<PageRun> {
+        let slot = *self.slot_of.get(page.index())?;
+        self.slots.get(slot as usize)?.run()
+    }
+
     /// Adds a run that is now backed, all of it idle or all of it used; `after` is what may still
     /// touch it.
     pub(crate) fn insert(&mut self, run: PageRun, idle: bool, after: After) {

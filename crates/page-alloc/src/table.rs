@@ -179,6 +179,12 @@ impl PageTable {
         (self.backed() - self.leaving).saturating_sub(self.limit)
     }
 
+    /// See [`PageAllocator::run_of`](crate::PageAllocator::run_of).
+    pub(crate) fn run_of(&self, page: PageId) -> Option<PageRun> {
+        let is_backed = matches!(self.state(page)?, PageState::Used | PageState::Warm);
+        self.runs.run_of(page).filter(|_| is_backed)
+    }
+
     /// Backed runs, those on their way to lose their memory included.
     pub(crate) fn runs(&self) -> u32 {
         self.runs.len()

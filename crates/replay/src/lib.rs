@@ -39,6 +39,7 @@ mod assign;
 mod cache;
 mod chaos;
 mod engine;
+mod footprint;
 mod latency;
 mod model;
 mod outcome;
@@ -58,6 +59,7 @@ pub use cache::{
 };
 pub use chaos::{Chaos, Faults};
 pub use engine::{Demand, Engine, Progress, ServedModel};
+pub use footprint::{Footprint, IdleFootprint};
 pub use kvcached_manager::BlockId;
 pub use latency::{Latencies, Latency};
 pub use model::{

@@ -191,12 +191,12 @@ impl LogNormal {
 
 /// Random numbers of one stream of one seed.
 #[derive(Debug)]
-struct Draws {
+pub(crate) struct Draws {
     rng: ChaCha8Rng,
 }
 
 impl Draws {
-    fn new(seed: u64, stream: u64) -> Self {
+    pub(crate) fn new(seed: u64, stream: u64) -> Self {
         // Spelt out instead of `seed_from_u64`, whose expansion is another crate's to change.
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -206,7 +206,7 @@ impl Draws {
     }
 
     /// From 0 to `bound - 1`, each as likely as the others within 2^-32. 0 if there is no other.
-    fn below(&mut self, bound: u32) -> u32 {
+    pub(crate) fn below(&mut self, bound: u32) -> u32 {
         let high = (u64::from(self.rng.next_u32()) * u64::from(bound)) >> 32;
         u32::try_from(high).expect("less than the bound")
     }

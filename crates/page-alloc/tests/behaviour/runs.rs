@@ -140,3 +140,20 @@ fn a_pool_that_shrinks_under_churn_gives_its_memory_back() {
     );
     pool.assert_books_agree();
 }
+
+#[test]
+fn a_backed_page_knows_the_run_whose_memory_goes_with_it() {
+    let pool = Pool::new(40);
+    let (a, b) = (pool.take(3), pool.take(5));
+    for (pages, whole) in [(&a, run(0, 3)), (&b, run(3, 5))] {
+        for &page in pages {
+            assert_eq!(pool.pages.run_of(page), Some(whole));
+        }
+    }
+    pool.free(&a[..1]);
+    assert_eq!(pool.pages.run_of(a[0]), Some(run(0, 3)), "warm");
+    pool.free(&a[1..]);
+    pool.pages.trim().expect("no faults");
+    assert_eq!(pool.pages.run_of(a[0]), None, "its memory has gone");
+    assert_eq!(pool.pages.run_of(PageId(40)), None, "there is no such page");
+}

@@ -1,0 +1,72 @@
+//! What a pool still backs after staggered decode beside a bounded cache, over what would do:
+//!
+//! ```sh
+//! cargo run --release -p kvcached-replay --example idle_footprint
+//! ```
+#![expect(clippy::print_stdout, reason = "the table is what this is for")]
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use kvcached_manager::{BlockManager, BlockSpace};
+use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
+use kvcached_replay::{Footprint, IdleFootprint};
+
+/// Backs nothing, and says that it did.
+#[derive(Debug)]
+struct Nothing;
+
+impl Mapper for Nothing {
+    fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
+        Ok(())
+    }
+    fn unmap_after(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
+        Ok(())
+    }
+    fn headroom(&self) -> Option<u32> {
+        None
+    }
+    fn ready(&self) -> Result<Readiness, MapError> {
+        Ok(Readiness::Ready)
+    }
+}
+
+fn run(blocks_per_page: u32, max_run: u32, seed: u64, window: u32) -> Footprint {
+    const PAGE: u64 = 2 << 20;
+    let pages = 4_096 / blocks_per_page + 1;
+    let config = PageAllocatorConfig {
+        max_run: NonZeroU32::new(max_run).expect("not zero"),
+        ..PageAllocatorConfig::new(pages, PAGE)
+    };
+    let allocator = PageAllocator::new(config, Arc::new(Nothing)).expect("a good configuration");
+    let space = BlockSpace::new(pages, PAGE, PAGE / u64::from(blocks_per_page)).expect("even");
+    let mut pool = BlockManager::new(space, Arc::new(allocator)).expect("the same pages");
+    let staggered = IdleFootprint {
+        window,
+        ..IdleFootprint::new(seed)
+    };
+    staggered.run(&mut pool).expect("room for all")
+}
+
+fn main() {
+    println!("blocks a page | pages a run | window | over floor, seeds 0 to 7 | mean | hit rate");
+    for blocks_per_page in [2, 16, 64] {
+        for max_run in [1, 4, 16] {
+            for window in [0, 500, 1_000] {
+                let all: Vec<Footprint> = (0..8)
+                    .map(|seed| run(blocks_per_page, max_run, seed, window))
+                    .collect();
+                let ratios: Vec<f64> = all.iter().map(Footprint::over_floor).collect();
+                let list: Vec<String> = ratios.iter().map(|ratio| format!("{ratio:.2}")).collect();
+                let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / 8.0;
+                println!(
+                    "{blocks_per_page:13} | {max_run:11} | {window:6} | {} | {:.3} | {:.4}",
+                    list.join(" "),
+                    mean(&mut ratios.into_iter()),
+                    mean(&mut all.iter().map(Footprint::hit_rate)),
+                );
+            }
+        }
+    }
+}
