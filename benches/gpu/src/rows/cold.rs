@@ -48,6 +48,7 @@ impl Cold {
         let floor = "floor: create and map of the same chunks at the same places";
         let mut both = row("", &format!("an engine's alloc and free, {floor}"));
         let mut alloc = row(":alloc", &format!("the alloc alone, {floor}"));
+        let mut driver = row(":driver", "the part of the alloc in driver calls");
         let mut free = row(":free", "the free alone; no driver call");
         let mut back = row(
             ":back",
@@ -59,7 +60,8 @@ impl Cold {
             trim(pool)?;
             drop(bench.driver.take());
             let (mine, alloc_micros) = timed(|| pool.alloc(bench.blocks(blocks)));
-            let plan = Plan::of(&bench.driver.take(), pool.tensor_bases());
+            let calls = bench.driver.take();
+            let plan = Plan::of(&calls, pool.tensor_bases());
             let mine = mine?;
             let (freed, free_micros) = timed(|| pool.free(&mine));
             freed?;
@@ -68,11 +70,12 @@ impl Cold {
             let release_micros = raw.release(backed)?;
             both.push_pair(alloc_micros + free_micros, floor_micros);
             alloc.push_pair(alloc_micros, floor_micros);
+            driver.push(calls.backing_micros());
             free.push(free_micros);
             back.push_pair(back_micros, release_micros);
             chunks.push(f64::from(u32::try_from(plan.chunks())?));
         }
-        rows.extend([both, alloc, free, back, chunks]);
+        rows.extend([both, alloc, driver, free, back, chunks]);
         Ok(())
     }
 }
