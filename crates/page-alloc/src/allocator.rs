@@ -276,8 +276,8 @@ impl PageAllocator {
     /// Gives the memory of every wholly idle run back, the reserve's too; answers how many pages. The
     /// reserve begins anew, with the demand that comes.
     /// Runs whose epoch has not retired come last, and stay warm if that does not happen within the
-    /// mapper's bound. Memory that the mapper only keeps for later goes with it, whatever came of
-    /// the runs.
+    /// mapper's bound. Demands of others go first between its steps. Memory that the mapper only keeps
+    /// for later goes with it, whatever came of the runs.
     ///
     /// # Errors
     /// What the mapper answered; runs before that are unmapped, and show in
@@ -309,6 +309,7 @@ impl PageAllocator {
                 if step.pages == 0 || !step.more {
                     break;
                 }
+                self.turns.give_way();
             }
         }
         Ok(unmapped)
@@ -319,7 +320,8 @@ impl PageAllocator {
     ///
     /// A limit beyond the capacity is as good as the capacity. A limit of 0 lets nothing grow and
     /// takes nothing away from anybody. What cannot be unmapped now, since work is in flight, is left
-    /// for a later [`free`](Self::free) or [`keep_to_limit`](Self::keep_to_limit).
+    /// for a later [`free`](Self::free) or [`keep_to_limit`](Self::keep_to_limit). Demands of others
+    /// go first between the steps of that.
     ///
     /// # Errors
     /// [`LimitError::BelowFloor`]; the limit in force stays.
@@ -334,7 +336,7 @@ impl PageAllocator {
         match request {
             Request::Refused(status) => Ok(status),
             Request::InForce => {
-                self.shrink_and_log(&[Idle::Retired, Idle::InFlight]);
+                self.shrink_by_turns(&[Idle::Retired, Idle::InFlight]);
                 Ok(self.limit_status())
             }
         }

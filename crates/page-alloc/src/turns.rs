@@ -46,7 +46,9 @@ impl Turns {
     /// their calls take, and not for those that come later, so that work behind the callers gets on
     /// under any load. Returns at once if there are none.
     ///
-    /// Not to be called from inside a mapper's call, which may be the demand that is waited for.
+    /// Not to be called from inside a mapper's call, which may be the demand that is waited for; nor
+    /// are [`trim`](crate::PageAllocator::trim) and [`set_limit`](crate::PageAllocator::set_limit),
+    /// which give way between their steps.
     pub fn give_way(&self) {
         let mut counts = self.counts();
         let begun = counts.begun;

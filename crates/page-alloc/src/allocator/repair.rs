@@ -93,7 +93,7 @@ impl PageAllocator {
             (cold, warm, table.excess())
         });
         if excess > 0 {
-            self.shrink_and_log(&[Idle::Retired]);
+            self.shrink_by_turns(&[Idle::Retired]);
         }
         Ok(Repaired {
             cold,

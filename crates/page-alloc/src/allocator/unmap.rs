@@ -68,16 +68,23 @@ impl PageAllocator {
     /// Unmaps retired runs above the limit if that is not left to somebody else. So many pages are.
     pub(super) fn shrink_in_call(&self, excess: u32) {
         if excess > 0 && self.unmapping == Unmapping::InCall {
-            self.shrink_and_log(&[Idle::Retired]);
+            self.shrink_and_log(&[Idle::Retired], || {});
         }
     }
 
-    /// Unmaps wholly idle runs of these kinds until the limit is kept or there are none. For callers
-    /// whose own work succeeded whatever becomes of it.
-    pub(super) fn shrink_and_log(&self, kinds: &[Idle]) {
+    /// Unmaps wholly idle runs of these kinds until the limit is kept or there are none, and lets
+    /// demands of others go first in between.
+    pub(super) fn shrink_by_turns(&self, kinds: &[Idle]) {
+        self.shrink_and_log(kinds, || self.turns.give_way());
+    }
+
+    /// For callers whose own work succeeded whatever becomes of it.
+    fn shrink_and_log(&self, kinds: &[Idle], between: impl Fn()) {
         let shrink = || -> Result<(), MapError> {
             for &which in kinds {
-                while self.unmap_step(which, Books::excess)?.pages > 0 {}
+                while self.unmap_step(which, Books::excess)?.pages > 0 {
+                    between();
+                }
             }
             Ok(())
         };

@@ -3,7 +3,7 @@
 
 use std::num::NonZeroU32;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
@@ -227,59 +227,85 @@ fn what_answers_from_the_books_never_asks_the_mapper() {
     assert_eq!(pool.mapper.calls(), calls);
 }
 
-/// The device: one call at a time, and how many runs each was about. Whoever comes says so first.
+/// The device does one call at a time, and the first that is made waits until the test lets it go.
 struct Device {
-    log: Mutex<Vec<usize>>,
-    came: Sender<usize>,
-    hold: Mutex<Receiver<()>>,
+    /// How many runs each call is about that comes to the device.
+    comes: Receiver<usize>,
+    go: Sender<()>,
+    /// The same in the order in which they had it.
+    log: Arc<Mutex<Vec<usize>>>,
+}
+
+fn one_at_a_time(pools: &[&Pool]) -> Device {
+    let ((came, comes), (go, hold)) = (channel(), channel());
+    let (log, hold): (Arc<Mutex<Vec<usize>>>, _) = (Arc::default(), Arc::new(Mutex::new(hold)));
+    for pool in pools {
+        let (came, log, hold) = (came.clone(), Arc::clone(&log), Arc::clone(&hold));
+        pool.during_calls(move |_, _, runs| {
+            came.send(runs.len()).expect("the test is there");
+            let mut log = log.lock().expect("no test panicked");
+            if log.is_empty() {
+                let hold: MutexGuard<'_, Receiver<()>> = hold.lock().expect("one at a time");
+                hold.recv_timeout(BOUND).expect("the test lets it go");
+            }
+            log.push(runs.len());
+            Ok(())
+        });
+    }
+    Device { comes, go, log }
+}
+
+/// A demand for one page of another pool comes amid the first of three steps of `work`.
+fn a_demand_goes_before_the_second_step(reserve: Reserve, idle: u32, work: fn(&Pool, &Turns)) {
+    let turns = Turns::new();
+    let [pool, other] = [reserve, Reserve::default()].map(|reserve| {
+        Pool::with(PageAllocatorConfig {
+            max_run: NonZeroU32::MIN,
+            reserve,
+            turns: turns.clone(),
+            ..PageAllocatorConfig::new(200, BUNDLE)
+        })
+    });
+    let mine = pool.take(idle);
+    pool.free(&mine);
+    let device = one_at_a_time(&[&pool, &other]);
+    thread::scope(|scope| {
+        scope.spawn(|| work(&pool, &turns));
+        assert_eq!(device.comes.recv_timeout(BOUND), Ok(16));
+        let demand = scope.spawn(|| other.take(1));
+        assert_eq!(device.comes.recv_timeout(BOUND), Ok(1));
+        assert_eq!(turns.waiting(), 1);
+        device.go.send(()).expect("the step is held");
+        demand.join().expect("it does not panic");
+    });
+    let log = device.log.lock().expect("no test panicked").clone();
+    assert_eq!(log, [16, 1, 16, 16]);
+    assert_eq!(turns.waiting(), 0);
 }
 
 #[test]
 fn a_demand_goes_before_the_next_step_behind_it() {
-    let turns = Turns::new();
-    let pool = Pool::with(PageAllocatorConfig {
-        max_run: NonZeroU32::MIN,
-        reserve: Reserve { min: 48, max: 48 },
-        turns: turns.clone(),
-        ..PageAllocatorConfig::new(200, BUNDLE)
-    });
-    let ((came, comes), (go, hold)) = (channel(), channel());
-    let device = Arc::new(Device {
-        log: Mutex::new(Vec::new()),
-        came,
-        hold: Mutex::new(hold),
-    });
-    let seen = Arc::clone(&device);
-    pool.during_calls(move |_, _, runs| {
-        device.came.send(runs.len()).expect("the test is there");
-        let mut log = device.log.lock().expect("no test panicked");
-        if log.is_empty() {
-            let hold = device.hold.lock().expect("one at a time");
-            hold.recv_timeout(BOUND).expect("the test lets it go");
-        }
-        log.push(runs.len());
-        Ok(())
-    });
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            loop {
-                turns.give_way();
-                if !pool.pages.replenish().expect("no faults").more {
-                    break;
-                }
+    let reserve = Reserve { min: 48, max: 48 };
+    a_demand_goes_before_the_second_step(reserve, 0, |pool, turns| {
+        loop {
+            turns.give_way();
+            if !pool.pages.replenish().expect("no faults").more {
+                break;
             }
-        });
-        // The first of three steps has the device when the demand comes.
-        assert_eq!(comes.recv_timeout(BOUND), Ok(16));
-        let demand = scope.spawn(|| pool.take(1));
-        assert_eq!(comes.recv_timeout(BOUND), Ok(1));
-        assert_eq!(turns.waiting(), 1);
-        go.send(()).expect("the step is held");
-        demand.join().expect("it does not panic");
+        }
     });
-    let log = seen.log.lock().expect("no test panicked").clone();
-    assert_eq!(log, [16, 1, 16, 16]);
-    assert_eq!(turns.waiting(), 0);
+}
+
+#[test]
+fn a_demand_goes_before_the_next_step_of_an_operator() {
+    let none = Reserve::default();
+    a_demand_goes_before_the_second_step(none, 48, |pool, _| {
+        assert_eq!(pool.pages.trim(), Ok(48));
+    });
+    a_demand_goes_before_the_second_step(none, 48, |pool, _| {
+        pool.limit(0, 1);
+        assert_eq!(pool.mapped(), 0);
+    });
 }
 
 #[test]
