@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvcached_mapper::{After, Epoch, PageId};
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, RunPolicy};
 
 use crate::nothing::Nothing;
 
@@ -18,7 +18,7 @@ const DEMANDS: [u32; 3] = [1, 16, 256];
 
 fn pool(pages: u32, max_run: u32) -> PageAllocator {
     let config = PageAllocatorConfig {
-        max_run: NonZeroU32::new(max_run).expect("a run has pages"),
+        runs: RunPolicy::up_to(NonZeroU32::new(max_run).expect("a run has pages")),
         ..PageAllocatorConfig::new(pages, 2 << 20)
     };
     PageAllocator::new(config, Arc::new(Nothing)).expect("a good config")

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_integrations::{
-    Background, MapperConfig, MaxRun, PoolPolicy, PoolSetup, Scheduler, SchedulerConfig, StartError,
+    Background, MapperConfig, PoolPolicy, PoolSetup, RunChoice, Scheduler, SchedulerConfig,
+    StartError,
 };
 use kvcached_mapper::{Cold, Epochs, KvBuffers, Layout, PageSize, PoolId, PoolSpec, Rank, Stage};
 use kvcached_tp_ipc::{InstanceName, RuntimeDir, Topology};
@@ -184,7 +185,7 @@ pub(crate) fn scheduler<D: Driver>(
             spec: spec(layout),
             policy: PoolPolicy::default(),
         }],
-        max_run: MaxRun::Bytes(32 << 20),
+        runs: RunChoice::default(),
         ready_timeout: READY_TIMEOUT,
         granularity: 2 << 20,
         background: Background::Off,

@@ -16,7 +16,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_integrations::{
-    Background, MappedPool, MapperConfig, MaxRun, Pool, PoolPolicy, Scheduler, compose_over,
+    Background, MappedPool, MapperConfig, Pool, PoolPolicy, RunChoice, RunLength, Scheduler,
+    compose_over,
 };
 use kvcached_manager::BlockId;
 use kvcached_mapper::{
@@ -197,7 +198,11 @@ fn schedule(arguments: &Arguments, part: Option<&Part>) -> Result<(), Failure> {
         tensor_bases: Vec::new(),
     };
     let background = Background::On { every: EVERY };
-    let scheduler = Scheduler::with_mappers(vec![pool], MaxRun::Bytes(8 << 20), background)?;
+    let scheduler = Scheduler::with_mappers(
+        vec![pool],
+        RunChoice::up_to(RunLength::Bytes(8 << 20)),
+        background,
+    )?;
     let pool = scheduler.pool(POOL).ok_or("the one pool")?;
     ready();
     answer(|order, numbers| {

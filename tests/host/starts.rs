@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kvcached_integrations::{
-    Background, MappedPool, MapperConfig, MaxRun, Pool, PoolPolicy, Scheduler, compose_over,
+    Background, MappedPool, MapperConfig, Pool, PoolPolicy, RunChoice, RunLength, Scheduler,
+    compose_over,
 };
 use kvcached_manager::{AllocError, BlockId, FullReason};
 use kvcached_mapper::{
@@ -164,8 +165,12 @@ fn the_null_block_is_block_0_and_no_page_is_given_twice_however_a_start_is_delay
         };
         let every = Duration::from_millis(1);
         let background = Background::On { every };
-        let scheduler = Scheduler::with_mappers(vec![pool], MaxRun::Bytes(8 << 20), background)
-            .expect("all ranks are there");
+        let scheduler = Scheduler::with_mappers(
+            vec![pool],
+            RunChoice::up_to(RunLength::Bytes(8 << 20)),
+            background,
+        )
+        .expect("all ranks are there");
         let pool = scheduler.pool(POOL).expect("the one pool");
         let mut taken = std::thread::scope(|scope| {
             let other = scope.spawn(|| take_all(pool));

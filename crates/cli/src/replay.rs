@@ -304,7 +304,7 @@ fn plan(arguments: &ReplayArguments, config: &Config) -> Result<Plan, Failure> {
         memory_bytes: arguments.memory.0,
         device: arguments.driver,
         cold: config.cold,
-        max_run: config.max_run,
+        runs: config.runs,
         verify,
         pace: match arguments.time {
             Time::Virtual => Pace::Virtual,

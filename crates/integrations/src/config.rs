@@ -20,19 +20,18 @@ use crate::detect::TopologyMode;
 use crate::kv::LayoutChoice;
 use crate::size::ByteSize;
 
+mod runs;
 #[cfg(test)]
 mod tests;
 mod variables;
 
+pub use runs::{RunChoice, RunLength};
 use variables::allowed;
 pub use variables::{UnknownVariable, VARIABLES, Variable, unknown_variables};
 
 /// What a reserve may grow to if nobody says so: the blocks of a few long prompts, and less than a
 /// hundredth of the GPUs that were measured.
 const DEFAULT_RESERVE_BYTES: u64 = 1 << 30;
-
-/// Chunks of more than this read slower on the GPUs that were measured.
-const DEFAULT_RUN_BYTES: u64 = 32 << 20;
 
 /// A configuration in which every value is allowed.
 #[derive(Debug, Clone, PartialEq)]
@@ -52,8 +51,8 @@ pub struct Config {
     pub cold: Cold,
     /// Idle pages kept backed.
     pub reserve: ReserveBounds,
-    /// Pages backed together.
-    pub max_run: MaxRun,
+    /// How many pages are backed together.
+    pub runs: RunChoice,
     /// How much memory that came free is kept to be used again, and for how long.
     pub recycler: RecyclerConfig,
     /// How long to wait for another rank's answer.
@@ -76,15 +75,6 @@ pub struct ReserveBounds {
     /// Pages kept at most, not less than `min`; 0: none, ever. `None`: those of 1 GiB on one rank, but
     /// at least one, and at least `min`.
     pub max: Option<u32>,
-}
-
-/// How many pages are backed together at most.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum MaxRun {
-    /// That many pages, 1 to 64.
-    Pages(NonZeroU32),
-    /// As many as that many bytes of one extent hold, if that is 1 to 64.
-    Bytes(u64),
 }
 
 /// Where memory comes from.
@@ -216,7 +206,7 @@ impl Config {
                 .parse("KVCACHED_COLD", cold)?
                 .unwrap_or(Cold::Unbacked),
             reserve: settings.reserve()?,
-            max_run: settings.max_run()?,
+            runs: settings.runs()?,
             recycler: settings.recycler()?,
             ipc_timeout,
             orphan_timeout: settings
@@ -250,7 +240,11 @@ impl Config {
                 || format!("those of {}", ByteSize(DEFAULT_RESERVE_BYTES)),
                 |pages| pages.to_string(),
             ),
-            max_run = %self.max_run,
+            max_run = %self.runs.longest,
+            bulk_run = %self.runs.bulk,
+            bulk_from = %ByteSize(self.runs.bulk_from_bytes),
+            growth_chunks = self.runs.growth_chunks.get(),
+            calm = %ByteSize(self.runs.calm_bytes),
             chunk_pool = %ByteSize(self.recycler.limit_bytes),
             chunk_pool_idle_s = self.recycler.idle.as_secs_f64(),
             ipc_timeout_s = self.ipc_timeout.as_secs_f64(),
@@ -311,18 +305,6 @@ impl From<Reserve> for ReserveBounds {
     }
 }
 
-impl MaxRun {
-    /// Pages of a run in a pool of that geometry: 1 to 64.
-    #[must_use]
-    pub fn pages(self, geometry: &Geometry) -> NonZeroU32 {
-        let pages = match self {
-            Self::Pages(pages) => pages.get(),
-            Self::Bytes(bytes) => u32::try_from(bytes / geometry.page_bytes()).unwrap_or(u32::MAX),
-        };
-        NonZeroU32::new(pages.clamp(1, MAX_RUN)).expect("clamped to at least one")
-    }
-}
-
 struct Settings<F> {
     lookup: F,
 }
@@ -380,20 +362,56 @@ impl<F: Fn(&str) -> Option<OsString>> Settings<F> {
         Ok(ReserveBounds { min, max })
     }
 
-    fn max_run(&self) -> Result<MaxRun, ConfigError> {
+    fn runs(&self) -> Result<RunChoice, ConfigError> {
         const PAGES: &str = "KVCACHED_MAX_RUN_PAGES";
         const BYTES: &str = "KVCACHED_MAX_RUN_BYTES";
-        let pages = self.parse(PAGES, |text| {
-            from_str::<NonZeroU32>(text).filter(|pages| pages.get() <= MAX_RUN)
-        })?;
-        let bytes = self.parse(BYTES, |text| {
-            from_str::<ByteSize>(text).filter(|bytes| bytes.0 > 0)
-        })?;
-        match (pages, bytes) {
-            (Some(_), Some(_)) => Err(self.contradiction(PAGES, BYTES)),
-            (Some(pages), None) => Ok(MaxRun::Pages(pages)),
-            (None, Some(ByteSize(bytes))) => Ok(MaxRun::Bytes(bytes)),
-            (None, None) => Ok(MaxRun::Bytes(DEFAULT_RUN_BYTES)),
+        const BULK: &str = "KVCACHED_BULK_RUN_BYTES";
+        let up_to_a_run =
+            |text: &str| from_str::<NonZeroU32>(text).filter(|number| number.get() <= MAX_RUN);
+        let pages = self.parse(PAGES, up_to_a_run)?;
+        let bytes = self.parse(BYTES, some_bytes)?;
+        let bulk = self.parse(BULK, some_bytes)?;
+        let default = RunChoice::default();
+        let longest = match (pages, bytes) {
+            (Some(_), Some(_)) => return Err(self.contradiction(PAGES, BYTES)),
+            (Some(pages), None) => Some(RunLength::Pages(pages)),
+            (None, bytes) => bytes.map(RunLength::Bytes),
+        };
+        if let (RunLength::Bytes(least), Some(most)) = (longest.unwrap_or(default.longest), bulk)
+            && most < least
+        {
+            return Err(match longest {
+                Some(_) => self.contradiction(BULK, BYTES),
+                None => self.refused(BULK),
+            });
+        }
+        Ok(RunChoice {
+            longest: longest.unwrap_or(default.longest),
+            // Who bounds all runs means these too.
+            bulk: bulk
+                .map(RunLength::Bytes)
+                .or(longest)
+                .unwrap_or(default.bulk),
+            bulk_from_bytes: self
+                .parse("KVCACHED_BULK_FROM_BYTES", some_bytes)?
+                .unwrap_or(default.bulk_from_bytes),
+            growth_chunks: self
+                .parse("KVCACHED_GROWTH_CHUNKS", up_to_a_run)?
+                .unwrap_or(default.growth_chunks),
+            short_runs: default.short_runs,
+            calm_bytes: self
+                .parse("KVCACHED_CALM_BYTES", |text| {
+                    from_str::<ByteSize>(text).map(|bytes| bytes.0)
+                })?
+                .unwrap_or(default.calm_bytes),
+        })
+    }
+
+    fn refused(&self, variable: &'static str) -> ConfigError {
+        ConfigError::Value {
+            variable,
+            value: (self.lookup)(variable).unwrap_or_default(),
+            allowed: allowed(variable),
         }
     }
 
@@ -429,13 +447,18 @@ fn from_str<T: FromStr>(word: &str) -> Option<T> {
     word.parse().ok()
 }
 
+/// More than none.
+fn some_bytes(word: &str) -> Option<u64> {
+    from_str::<ByteSize>(word)
+        .map(|bytes| bytes.0)
+        .filter(|&bytes| bytes > 0)
+}
+
 fn page_size(word: &str) -> Option<PageSize> {
     if word.eq_ignore_ascii_case("auto") {
         return Some(PageSize::Auto);
     }
-    from_str::<ByteSize>(word)
-        .filter(|bytes| bytes.0 > 0)
-        .map(|bytes| PageSize::Bytes(bytes.0))
+    some_bytes(word).map(PageSize::Bytes)
 }
 
 fn describe_page_size(page_size: PageSize) -> String {
@@ -496,15 +519,6 @@ impl fmt::Display for Device {
         match self {
             Self::Host => f.pad("host"),
             Self::Cuda { ordinal } => write!(f, "cuda:{ordinal}"),
-        }
-    }
-}
-
-impl fmt::Display for MaxRun {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Pages(pages) => write!(f, "{pages} pages"),
-            Self::Bytes(bytes) => write!(f, "{}", ByteSize(bytes)),
         }
     }
 }

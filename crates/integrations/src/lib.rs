@@ -100,8 +100,8 @@ pub mod vllm;
 
 pub use compose::{ComposeError, Composed, MapperConfig, compose, compose_over};
 pub use config::{
-    Config, ConfigError, Device, MaxRun, ProcessIds, ReserveBounds, UnknownDevice, UnknownVariable,
-    VARIABLES, Variable, unknown_variables,
+    Config, ConfigError, Device, ProcessIds, ReserveBounds, RunChoice, RunLength, UnknownDevice,
+    UnknownVariable, VARIABLES, Variable, unknown_variables,
 };
 pub use detect::{
     Arrangement, DetectError, Detected, Dimension, RankReport, Role, TopologyMode, UnknownTopology,

@@ -17,7 +17,7 @@ use kvcached_page_alloc::{
     PageAllocator, PageAllocatorConfig, Repaired, Replenished, Reserve, Turns, Unmapping,
 };
 
-use crate::config::MaxRun;
+use crate::config::RunChoice;
 use crate::keeper::Wake;
 use crate::scheduler::{MappedPool, PoolPolicy, StartError};
 
@@ -39,7 +39,7 @@ impl Pool {
     /// A pool over a mapper that is ready; takes the null block.
     pub(crate) fn new(
         pool: MappedPool,
-        max_run: MaxRun,
+        runs: RunChoice,
         unmapping: Unmapping,
         turns: &Turns,
     ) -> Result<Self, StartError> {
@@ -59,7 +59,7 @@ impl Pool {
         let space = BlockSpace::from(&geometry);
         let config = PageAllocatorConfig {
             void: space.void_pages().collect(),
-            max_run: max_run.pages(&geometry),
+            runs: runs.policy(&geometry),
             reserve,
             floor_bytes,
             run_chunks: NonZeroU32::new(geometry.extents_per_page()).unwrap_or(NonZeroU32::MIN),

@@ -19,7 +19,7 @@ use kvcached_vmm::{Driver, Recycler};
 use thiserror::Error;
 
 use crate::compose::{ComposeError, MapperConfig, compose, list};
-use crate::config::{Config, MaxRun, ReserveBounds};
+use crate::config::{Config, ReserveBounds, RunChoice};
 use crate::keeper::{Keeper, Kept};
 use crate::pool::Pool;
 
@@ -46,8 +46,8 @@ pub struct SchedulerConfig {
     pub mapper: MapperConfig,
     /// The pools; at least one.
     pub pools: Vec<PoolSetup>,
-    /// Pages backed together at most.
-    pub max_run: MaxRun,
+    /// How many pages are backed together.
+    pub runs: RunChoice,
     /// How long to wait for every rank of every pool to be there and able to map.
     pub ready_timeout: Duration,
     /// Granularity of the workers' devices, in bytes, where this process has none of its own.
@@ -196,7 +196,7 @@ impl SchedulerConfig {
         Self {
             mapper: MapperConfig::new(config, instance, topology),
             pools,
-            max_run: config.max_run,
+            runs: config.runs,
             ready_timeout: config.ready_timeout,
             granularity: DEFAULT_GRANULARITY,
             background: Background::default(),
@@ -237,7 +237,7 @@ impl Scheduler {
         let SchedulerConfig {
             mapper,
             pools,
-            max_run,
+            runs,
             ready_timeout,
             granularity,
             background,
@@ -279,7 +279,7 @@ impl Scheduler {
                 })
             })
             .collect::<Result<Vec<_>, _>>()?;
-        Self::run(mapped, max_run, background, mapper.epochs)
+        Self::run(mapped, runs, background, mapper.epochs)
     }
 
     /// Starts pools over mappers that exist and are ready, such as wrapped or recording ones.
@@ -288,7 +288,7 @@ impl Scheduler {
     /// [`StartError`]; nothing is left running or mapped.
     pub fn with_mappers(
         pools: Vec<MappedPool>,
-        max_run: MaxRun,
+        runs: RunChoice,
         background: Background,
     ) -> Result<Self, StartError> {
         check_ids(pools.iter().map(|pool| pool.id))?;
@@ -310,7 +310,7 @@ impl Scheduler {
             }
         }
         let epochs = Arc::new(Epochs::new(Duration::ZERO));
-        Self::run(pools, max_run, background, epochs)
+        Self::run(pools, runs, background, epochs)
     }
 
     /// The pool of that number.
@@ -347,7 +347,7 @@ impl Scheduler {
 
     fn run(
         pools: Vec<MappedPool>,
-        max_run: MaxRun,
+        runs: RunChoice,
         background: Background,
         epochs: Arc<Epochs>,
     ) -> Result<Self, StartError> {
@@ -358,7 +358,7 @@ impl Scheduler {
         };
         let mut pools = pools
             .into_iter()
-            .map(|pool| Pool::new(pool, max_run, unmapping, &turns))
+            .map(|pool| Pool::new(pool, runs, unmapping, &turns))
             .collect::<Result<Vec<_>, _>>()?;
         // Null blocks are taken by now: a reserve that is mapped from here on cannot get at them.
         let keeper = match background {

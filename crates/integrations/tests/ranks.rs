@@ -146,7 +146,7 @@ impl Engine {
     ) -> (Scheduler, Option<Arc<LocalMapper<Host>>>) {
         let SchedulerConfig {
             mapper,
-            max_run,
+            runs,
             ready_timeout,
             ..
         } = self.scheduler_config(arrangement, vec![setup(POOL)]);
@@ -161,7 +161,7 @@ impl Engine {
             mapper: composed.mapper,
             tensor_bases: Vec::new(),
         };
-        let scheduler = Scheduler::with_mappers(vec![pool], max_run, Background::Off).unwrap();
+        let scheduler = Scheduler::with_mappers(vec![pool], runs, Background::Off).unwrap();
         (scheduler, composed.local)
     }
 

@@ -8,6 +8,7 @@ mod repair;
 mod reserve;
 mod unmap;
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,12 +18,13 @@ pub use self::repair::Repaired;
 pub use self::reserve::Replenished;
 use crate::demand::Demand;
 use crate::limit::{LimitBook, Request};
+use crate::run_policy::{Pressure, Room};
 use crate::runs::Idle;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
 use crate::table::{PageTable, Purpose, Wanted};
 use crate::{
     AllocError, ConfigError, FreeError, FullReason, Limit, LimitError, LimitStatus,
-    PageAllocatorConfig, PageState, PageUsage, Turns, Unmapping,
+    PageAllocatorConfig, PageState, PageUsage, RunPolicy, Turns, Unmapping,
 };
 
 /// Chunks of one mapper call that nobody waits for, or those of one run if that has more. Their
@@ -79,6 +81,8 @@ struct Books {
     table: PageTable,
     limit: LimitBook,
     demand: Demand,
+    runs: RunPolicy,
+    pressure: Pressure,
     totals: Totals,
     /// The ranks that the mapper fences, as of the last look at its health.
     fence: Option<Vec<Suspect>>,
@@ -115,14 +119,14 @@ impl PageAllocator {
             pages,
             bundle_bytes,
             void,
-            max_run,
+            runs,
             reserve,
             floor_bytes,
             run_chunks,
             unmapping,
             turns,
         } = config;
-        let table = PageTable::new(pages, &void, max_run.get());
+        let table = PageTable::new(pages, &void);
         let capacity_bytes = u64::from(table.capacity()) * bundle_bytes;
         if table.capacity() == 0 {
             return Err(ConfigError::NoPages);
@@ -139,6 +143,8 @@ impl PageAllocator {
                 table,
                 limit: LimitBook::new(capacity_bytes, floor_bytes, bundle_bytes),
                 demand: Demand::new(reserve),
+                runs,
+                pressure: Pressure::default(),
                 totals: Totals::default(),
                 fence: None,
                 looks: 0,
@@ -157,7 +163,8 @@ impl PageAllocator {
     }
 
     /// Hands out `n` pages, appended to `out`: warm ones first, then cold ones in runs of adjacent
-    /// pages, as long as the demand and the neighbourhood allow.
+    /// pages, as long as the [`RunPolicy`] and the neighbourhood allow. If the device is full for
+    /// runs but may not be for single pages, these are tried too.
     ///
     /// # Errors
     /// No page is handed out and `out` is as before. [`AllocError::Full`] is a normal answer;
@@ -177,15 +184,19 @@ impl PageAllocator {
             }
             let missing = n - table.take(n, out);
             let mut runs = Vec::new();
-            let found = table.begin_map(missing, usize::MAX, &mut runs);
+            let found = books.begin_map(missing, usize::MAX, &mut runs);
             assert_eq!(found, missing, "warm and cold pages are what is available");
             Ok(runs)
         })?;
         if runs.is_empty() {
             return Ok(());
         }
-        match self.map(&runs, Purpose::Demand) {
-            Ok(()) => {
+        let mapped = match self.map(&runs, Purpose::Demand) {
+            Ok(()) => Ok(runs),
+            Err(error) => self.map_singly(&runs, error),
+        };
+        match mapped {
+            Ok(runs) => {
                 out.extend(runs.iter().flat_map(|run| run.pages()));
                 Ok(())
             }
@@ -373,6 +384,7 @@ impl PageAllocator {
                 void: table.count(PageState::Void),
                 cold: table.count(PageState::Cold),
                 warm: table.count(PageState::Warm),
+                pinned: table.pinned(),
                 used: table.count(PageState::Used),
                 busy: table.count(PageState::Busy),
                 withheld: table.count(PageState::Withheld),
@@ -411,6 +423,36 @@ impl PageAllocator {
         self.with_books(|books| books.table.quarantined().map(|doubt| doubt.run).collect())
     }
 
+    /// Maps as many single pages, after runs failed to be mapped with `error`: if the device was full
+    /// for them, and says that it has memory for so many pages all the same, then in smaller pieces.
+    ///
+    /// # Errors
+    /// The same error if that is not so, else what came of the second attempt.
+    fn map_singly(&self, runs: &[PageRun], error: AllocError) -> Result<Vec<PageRun>, AllocError> {
+        let full = AllocError::Full(FullReason::DeviceMemory);
+        if error != full || runs.iter().all(|run| run.count() == 1) {
+            return Err(error);
+        }
+        let pages = runs.iter().map(|run| run.count()).sum();
+        // Where nothing can be told, another attempt would mostly cost much and fail again.
+        if self.mapper.headroom().is_none_or(|room| room < pages) {
+            return Err(error);
+        }
+        let mut singles = Vec::new();
+        self.with_books(|books| {
+            books.pass_fence()?;
+            let table = &mut books.table;
+            // Others may have taken them meanwhile, or a limit.
+            if pages > table.count(PageState::Cold).min(table.available()) {
+                return Err(error);
+            }
+            table.begin_map(pages, NonZeroU32::MIN, usize::MAX, &mut singles);
+            Ok(())
+        })?;
+        self.map(&singles, Purpose::Demand)?;
+        Ok(singles)
+    }
+
     /// Maps busy runs and records what came of it.
     fn map(&self, runs: &[PageRun], purpose: Purpose) -> Result<(), AllocError> {
         let result = match purpose {
@@ -423,17 +465,24 @@ impl PageAllocator {
         if result.is_err() {
             self.look();
         }
-        let excess = self.with_books(|Books { table, totals, .. }| {
+        let excess = self.with_books(|books| {
+            let Books { table, totals, .. } = books;
             match &result {
                 Ok(()) => {
                     table.finish_map(runs, purpose);
+                    books
+                        .pressure
+                        .mapped(runs.iter().map(|run| run.count()).sum());
                     totals.mapped += pages_in(runs);
                     totals.runs_mapped += runs.len() as u64;
                 }
                 Err(error) => {
                     table.fail_map(runs, &error.uncertain);
                     match error.is_full() {
-                        true => totals.map_full += 1,
+                        true => {
+                            books.pressure.met_full(&books.runs);
+                            totals.map_full += 1;
+                        }
                         false => totals.map_failed += 1,
                     }
                 }
@@ -470,6 +519,17 @@ impl PageAllocator {
 }
 
 impl Books {
+    /// Makes `n` cold pages busy in runs as long as the policy says, `most_runs` of them; answers how
+    /// many pages.
+    fn begin_map(&mut self, n: u32, most_runs: usize, runs: &mut Vec<PageRun>) -> u32 {
+        let room = Room {
+            limited_to: self.table.limited_to(),
+            is_short: self.pressure.is_on(),
+        };
+        let longest = self.runs.length(n, room);
+        self.table.begin_map(n, longest, most_runs, runs)
+    }
+
     fn available(&self) -> u32 {
         match self.fence {
             None => self.table.available(),

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use kvcached_mapper::PageId;
 
-use crate::{ConfigError, MAX_RUN, Turns};
+use crate::{ConfigError, MAX_RUN, RunPolicy, Turns};
 
 /// What an allocator is made from; `Geometry` of the mapper's crate has most of the numbers.
 #[derive(Debug, Clone)]
@@ -15,9 +15,9 @@ pub struct PageAllocatorConfig {
     pub bundle_bytes: u64,
     /// Pages that hold no whole block; they are never backed.
     pub void: Vec<PageId>,
-    /// Pages of the longest run, at most [`MAX_RUN`]. A long run costs as little to map as a short
+    /// How many adjacent pages are backed together. A long run costs as little to map as a short
     /// one, but its memory goes back only when all its pages are idle.
-    pub max_run: NonZeroU32,
+    pub runs: RunPolicy,
     /// Warm pages to keep ready.
     pub reserve: Reserve,
     /// Bytes that the pool was promised: a limit below is refused.
@@ -69,7 +69,7 @@ impl PageAllocatorConfig {
             pages,
             bundle_bytes,
             void: Vec::new(),
-            max_run: NonZeroU32::new(MAX_RUN).expect("a run has pages"),
+            runs: RunPolicy::up_to(NonZeroU32::new(MAX_RUN).expect("a run has pages")),
             reserve: Reserve { min: 0, max: 0 },
             floor_bytes: 0,
             run_chunks: NonZeroU32::MIN,
@@ -96,12 +96,7 @@ impl PageAllocatorConfig {
         if let Some(&page) = self.void.iter().find(|page| page.0 >= pages) {
             return Err(ConfigError::VoidOutOfRange { page, pages });
         }
-        if self.max_run.get() > MAX_RUN {
-            return Err(ConfigError::RunTooLong {
-                max_run: self.max_run.get(),
-                most: MAX_RUN,
-            });
-        }
+        self.runs.check()?;
         let Reserve { min, max } = self.reserve;
         if min > max {
             return Err(ConfigError::Reserve { min, max });

@@ -102,6 +102,14 @@ pub enum ConfigError {
         /// [`MAX_RUN`](crate::MAX_RUN).
         most: u32,
     },
+    /// Bulk runs that are shorter than the others.
+    #[error("bulk runs of {bulk} pages are shorter than other runs, which may have {longest}")]
+    BulkRunTooShort {
+        /// Pages of a run of bulk growth.
+        bulk: u32,
+        /// Pages of the longest other run.
+        longest: u32,
+    },
     /// A reserve whose lower bound is above its upper one.
     #[error("the reserve is at least {min} pages and at most {max}: no number is both")]
     Reserve {

@@ -50,6 +50,8 @@ pub(crate) struct Runs {
     /// First slot of the wholly idle runs that wait for each epoch. Few epochs are in flight at a
     /// time, so finding one costs next to nothing.
     waiting: BTreeMap<Epoch, u32>,
+    /// Pages of all wholly idle runs.
+    wholly_idle_pages: u32,
     /// This epoch and all before it have ended.
     retired: Option<Epoch>,
 }
@@ -131,6 +133,11 @@ fn low_byte(number: u32) -> u8 {
     u8::try_from(number).expect("a run has at most 64 pages, and there are 128 shelves")
 }
 
+/// Are the runs of this place wholly idle?
+const fn is_wholly_idle(shelf: u8) -> bool {
+    shelf as u32 >= MAX_RUN
+}
+
 /// The lowest `count` bits; `count` is at most 64.
 const fn low_bits(count: u32) -> u64 {
     match count {
@@ -149,6 +156,7 @@ impl Runs {
             partly: 0,
             wholly: 0,
             waiting: BTreeMap::new(),
+            wholly_idle_pages: 0,
             retired: None,
         }
     }
@@ -156,6 +164,11 @@ impl Runs {
     /// How many runs are backed.
     pub(crate) fn len(&self) -> u32 {
         u32::try_from(self.slots.len() - self.vacant.len()).expect("no more runs than pages")
+    }
+
+    /// Pages of the runs that no page of is used, and no call about is under way.
+    pub(crate) const fn wholly_idle_pages(&self) -> u32 {
+        self.wholly_idle_pages
     }
 
     /// The backed run that `page` is part of.
@@ -335,6 +348,9 @@ impl Runs {
             WAITING => self.waiting.insert(entry.epoch, slot).unwrap_or(NONE),
             shelf => std::mem::replace(&mut self.heads[usize::from(shelf)], slot),
         };
+        if is_wholly_idle(shelf) {
+            self.wholly_idle_pages += u32::from(entry.count);
+        }
         match self.slots.get_mut(next as usize) {
             Some(neighbour) => neighbour.previous = slot,
             None if shelf == WAITING => {}
@@ -353,12 +369,16 @@ impl Runs {
             previous,
             next,
             epoch,
+            count,
             ..
         } = *entry;
         if shelf == NOWHERE {
             return;
         }
         entry.shelf = NOWHERE;
+        if is_wholly_idle(shelf) {
+            self.wholly_idle_pages -= u32::from(count);
+        }
         if let Some(neighbour) = self.slots.get_mut(next as usize) {
             neighbour.previous = previous;
         }
@@ -589,6 +609,8 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(runs.len() as usize, model.runs.len());
+                let wholly = model.wholly(false).chain(model.wholly(true));
+                prop_assert_eq!(runs.wholly_idle_pages(), wholly.map(PageRun::count).sum::<u32>());
             }
             // Every idle page is found, and no other.
             let mut left = model.pages(true);

@@ -14,6 +14,7 @@
 //! runs, `finish_…` records what became of them. Between the two no other decision touches them.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::ops::Range;
 
 use kvcached_mapper::{After, Epoch, PageId, PageRun};
@@ -104,15 +105,13 @@ pub(crate) struct PageTable {
     leaving: u32,
     /// Pages that may be backed; at most the capacity.
     limit: u32,
-    max_run: u32,
 }
 
 impl PageTable {
     /// A table of `pages` cold pages, except the `void` ones, without a limit.
     ///
-    /// All `void` pages are below `pages`; `max_run` is at least 1 and at most
-    /// [`MAX_RUN`](crate::MAX_RUN).
-    pub(crate) fn new(pages: u32, void: &[PageId], max_run: u32) -> Self {
+    /// All `void` pages are below `pages`.
+    pub(crate) fn new(pages: u32, void: &[PageId]) -> Self {
         let mut table = Self {
             states: vec![PageState::Cold; PageId(pages).index()],
             counts: [0; STATES],
@@ -123,7 +122,6 @@ impl PageTable {
             doubts: 0,
             leaving: 0,
             limit: 0,
-            max_run,
         };
         table.counts[PageState::Cold as usize] = pages;
         if pages > 0 {
@@ -174,6 +172,12 @@ impl PageTable {
         (warm + self.count(PageState::Cold)).min(self.limit.saturating_sub(taken))
     }
 
+    /// What the limit leaves for more pages, if it is below the capacity.
+    pub(crate) fn limited_to(&self) -> Option<u32> {
+        let is_limited = self.limit < self.capacity();
+        is_limited.then(|| self.limit.saturating_sub(self.backed()))
+    }
+
     /// Backed pages above the limit that no call under way is about to take the memory of.
     pub(crate) const fn excess(&self) -> u32 {
         (self.backed() - self.leaving).saturating_sub(self.limit)
@@ -188,6 +192,11 @@ impl PageTable {
     /// Backed runs, those on their way to lose their memory included.
     pub(crate) fn runs(&self) -> u32 {
         self.runs.len()
+    }
+
+    /// Warm pages of runs that are partly used.
+    pub(crate) fn pinned(&self) -> u32 {
+        self.count(PageState::Warm) - self.runs.wholly_idle_pages()
     }
 
     /// The quarantined runs in order.
@@ -270,12 +279,19 @@ impl PageTable {
         Ok(())
     }
 
-    /// Makes `n` cold pages busy, at most the cold ones, in runs as long as `n` and the
-    /// neighbourhood allow, `most_runs` of them; answers how many pages.
-    pub(crate) fn begin_map(&mut self, n: u32, most_runs: usize, runs: &mut Vec<PageRun>) -> u32 {
+    /// Makes `n` cold pages busy, at most the cold ones, in runs as long as `n`, `longest` and the
+    /// neighbourhood allow, `most_runs` of them; answers how many pages. `longest` is at most
+    /// [`MAX_RUN`](crate::MAX_RUN).
+    pub(crate) fn begin_map(
+        &mut self,
+        n: u32,
+        longest: NonZeroU32,
+        most_runs: usize,
+        runs: &mut Vec<PageRun>,
+    ) -> u32 {
         let mut missing = n;
         while missing > 0 && runs.len() < most_runs {
-            let Some(pages) = self.cold.take_run(missing.min(self.max_run)) else {
+            let Some(pages) = self.cold.take_run(missing.min(longest.get())) else {
                 break;
             };
             missing -= pages.end - pages.start;

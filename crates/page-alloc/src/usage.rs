@@ -15,6 +15,9 @@ pub struct PageUsage {
     pub cold: u32,
     /// Memory, but idle.
     pub warm: u32,
+    /// Of the warm pages, those whose memory cannot go back now, since a page of the same run is in
+    /// use.
+    pub pinned: u32,
     /// Handed out.
     pub used: u32,
     /// A call about them is under way.

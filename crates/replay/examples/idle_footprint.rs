@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use kvcached_manager::{BlockManager, BlockSpace};
 use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, RunPolicy};
 use kvcached_replay::{Footprint, IdleFootprint};
 
 /// Backs nothing, and says that it did.
@@ -36,7 +36,7 @@ fn run(blocks_per_page: u32, max_run: u32, seed: u64, window: u32) -> Footprint 
     const PAGE: u64 = 2 << 20;
     let pages = 4_096 / blocks_per_page + 1;
     let config = PageAllocatorConfig {
-        max_run: NonZeroU32::new(max_run).expect("not zero"),
+        runs: RunPolicy::up_to(NonZeroU32::new(max_run).expect("not zero")),
         ..PageAllocatorConfig::new(pages, PAGE)
     };
     let allocator = PageAllocator::new(config, Arc::new(Nothing)).expect("a good configuration");

@@ -269,7 +269,7 @@ mod tests {
 
     use kvcached_manager::BlockSpace;
     use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
-    use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
+    use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, RunPolicy};
 
     use super::*;
 
@@ -296,7 +296,7 @@ mod tests {
         const PAGE: u64 = 2 << 20;
         let pages = 4_096 / blocks_per_page;
         let config = PageAllocatorConfig {
-            max_run: NonZeroU32::MIN,
+            runs: RunPolicy::up_to(NonZeroU32::MIN),
             ..PageAllocatorConfig::new(pages, PAGE)
         };
         let allocator = PageAllocator::new(config, Arc::new(Nothing)).unwrap();

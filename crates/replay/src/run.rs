@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-use kvcached_integrations::{ByteSize, MapperConfig, MaxRun, StartError};
+use kvcached_integrations::{ByteSize, MapperConfig, RunChoice, StartError};
 use kvcached_mapper::{Cold, Epochs, Layout, LayoutError, PageSize, Rank};
 use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, Topology};
 use kvcached_vmm::{Budget, BudgetError, RecyclerConfig};
@@ -58,8 +58,8 @@ pub struct Plan {
     pub device: Device,
     /// What lies behind a page without memory.
     pub cold: Cold,
-    /// Pages backed together at most.
-    pub max_run: MaxRun,
+    /// How many pages are backed together.
+    pub runs: RunChoice,
     /// Does the oracle stamp and check every block?
     pub verify: bool,
     /// How time passes.
@@ -431,7 +431,7 @@ fn model_plans(plan: &Plan, served: &[ServedModel]) -> Result<Vec<ModelPlan>, Re
             })?;
         plans.push(ModelPlan {
             pools,
-            max_run: plan.max_run,
+            runs: plan.runs,
             verify: plan.verify,
             memory_bytes: plan.memory_bytes,
             others_bytes: 0,
@@ -503,7 +503,7 @@ fn elastic_caches(
                 .iter()
                 .map(|pool| PoolMessage::new(&pool.spec, (pool.reserve.min, pool.reserve.max)))
                 .collect(),
-            max_run: plan.max_run.into(),
+            runs: plan.runs.into(),
             zero_cold: plan.cold == Cold::Zero,
             verify: plan.verify,
             ipc_timeout: plan.ipc_timeout,

@@ -14,7 +14,7 @@ use kvcached_manager::{BlockId, BlockManager, BlockSpace, HoldId, Limit, NULL_BL
 use kvcached_mapper::{
     After, Epoch, Geometry, Health, MapError, Mapper, PageId, PageRun, Readiness, Reconciled,
 };
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, Reserve};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, Reserve, RunPolicy};
 use kvcached_tp_ipc::{Answer, Operation};
 
 use crate::events::Event;
@@ -105,8 +105,9 @@ impl Life {
                 fan: Arc::clone(&fan),
             };
             let (min, max) = config.reserve;
+            let longest = NonZeroU32::new(config.max_run.clamp(1, 64)).unwrap_or(NonZeroU32::MIN);
             let page_config = PageAllocatorConfig {
-                max_run: NonZeroU32::new(config.max_run.clamp(1, 64)).unwrap_or(NonZeroU32::MIN),
+                runs: RunPolicy::up_to(longest),
                 reserve: Reserve {
                     min,
                     max: max.max(min),

@@ -27,7 +27,7 @@ fn every_variable_is_optional() {
     assert_eq!(config.page_size, PageSize::Auto);
     assert_eq!(config.cold, Cold::Unbacked);
     assert_eq!(config.reserve, ReserveBounds { min: 0, max: None });
-    assert_eq!(config.max_run, MaxRun::Bytes(32 << 20));
+    assert_eq!(config.runs, RunChoice::default());
     assert_eq!(config.recycler, RecyclerConfig::default());
     assert_eq!(config.ipc_timeout, Duration::from_secs(60));
     assert_eq!(config.orphan_timeout, Duration::from_secs(150));
@@ -68,6 +68,10 @@ fn every_variable_takes_effect() {
         ("KVCACHED_MIN_RESERVED_PAGES", "3"),
         ("KVCACHED_MAX_RESERVED_PAGES", "5"),
         ("KVCACHED_MAX_RUN_PAGES", "64"),
+        ("KVCACHED_BULK_RUN_BYTES", "256m"),
+        ("KVCACHED_BULK_FROM_BYTES", "2 GiB"),
+        ("KVCACHED_GROWTH_CHUNKS", "2"),
+        ("KVCACHED_CALM_BYTES", "0"),
         ("KVCACHED_CHUNK_POOL_BYTES", "1g"),
         ("KVCACHED_CHUNK_POOL_IDLE", "0.1"),
         ("KVCACHED_IPC_TIMEOUT", "1.5"),
@@ -84,7 +88,15 @@ fn every_variable_takes_effect() {
     assert_eq!(config.page_size, PageSize::Bytes(4 << 20));
     assert_eq!(config.cold, Cold::Zero);
     assert_eq!(config.reserve, Reserve { min: 3, max: 5 }.into());
-    assert_eq!(config.max_run, MaxRun::Pages(NonZeroU32::new(64).unwrap()));
+    let runs = RunChoice {
+        longest: RunLength::Pages(NonZeroU32::new(64).unwrap()),
+        bulk: RunLength::Bytes(256 << 20),
+        bulk_from_bytes: 2 << 30,
+        growth_chunks: NonZeroU32::new(2).unwrap(),
+        short_runs: NonZeroU32::new(16).unwrap(),
+        calm_bytes: 0,
+    };
+    assert_eq!(config.runs, runs);
     let recycler = RecyclerConfig {
         limit_bytes: 1 << 30,
         idle: Duration::from_millis(100),
@@ -101,11 +113,13 @@ fn every_variable_takes_effect() {
         ("KVCACHED_DEVICE", "host"),
     ]);
     let config = config.unwrap();
+    let runs = RunChoice {
+        longest: RunLength::Bytes(8 << 20),
+        bulk: RunLength::Bytes(8 << 20),
+        ..RunChoice::default()
+    };
+    assert_eq!((config.runs, config.device), (runs, Device::Host));
     assert_eq!(config.recycler.limit_bytes, 0);
-    assert_eq!(
-        (config.max_run, config.device),
-        (MaxRun::Bytes(8 << 20), Device::Host)
-    );
 }
 
 #[test]
@@ -126,6 +140,10 @@ fn a_bad_value_is_named_with_what_is_allowed() {
         ("KVCACHED_MAX_RESERVED_PAGES", &["-1", "x"]),
         ("KVCACHED_MAX_RUN_PAGES", &["0", "65", "-1"]),
         ("KVCACHED_MAX_RUN_BYTES", &["0", "much"]),
+        ("KVCACHED_BULK_RUN_BYTES", &["0", "-1"]),
+        ("KVCACHED_BULK_FROM_BYTES", &["0", "many"]),
+        ("KVCACHED_GROWTH_CHUNKS", &["0", "65", "1.5"]),
+        ("KVCACHED_CALM_BYTES", &["-1", "calm"]),
         (
             "KVCACHED_IPC_TIMEOUT",
             &["0", "-1", "nan", "inf", "1e300", "1s", "0.0001"],
@@ -209,9 +227,14 @@ fn two_bounds_for_runs_exclude_each_other() {
 
 /// Of a pool with one extent a page.
 fn geometry(page_bytes: u64) -> Geometry {
+    geometry_of(Layout::Contiguous, page_bytes)
+}
+
+/// Of a pool with four layers.
+fn geometry_of(layout: Layout, page_bytes: u64) -> Geometry {
     let spec = PoolSpec {
-        layout: Layout::Contiguous,
-        layers: 1,
+        layout,
+        layers: 4,
         kv_buffers: KvBuffers::One,
         block_bytes: 4096,
         page_size: PageSize::Bytes(page_bytes),
@@ -235,13 +258,47 @@ fn a_reserve_has_at_most_the_pages_of_1_gib_unless_more_are_asked_for() {
 }
 
 #[test]
+fn bulk_runs_shorter_than_others_are_refused() {
+    let shorter = [
+        ("KVCACHED_MAX_RUN_BYTES", "64m"),
+        ("KVCACHED_BULK_RUN_BYTES", "32m"),
+    ];
+    let error = resolve(&shorter).unwrap_err().to_string();
+    assert!(
+        error.contains("KVCACHED_MAX_RUN_BYTES is \"64m\""),
+        "{error}"
+    );
+    let alone = resolve(&[("KVCACHED_BULK_RUN_BYTES", "16m")]);
+    assert!(matches!(alone, Err(ConfigError::Value { .. })), "{alone:?}");
+}
+
+#[test]
 fn a_run_has_1_to_64_pages() {
-    let run = MaxRun::Bytes(32 << 20);
+    let run = RunLength::Bytes(32 << 20);
     assert_eq!(run.pages(&geometry(2 << 20)).get(), 16);
     assert_eq!(run.pages(&geometry(1 << 30)).get(), 1);
-    assert_eq!(MaxRun::Bytes(1 << 40).pages(&geometry(2 << 20)).get(), 64);
-    let three = MaxRun::Pages(NonZeroU32::new(3).unwrap());
+    let longest = RunLength::Bytes(1 << 40);
+    assert_eq!(longest.pages(&geometry(2 << 20)).get(), 64);
+    let three = RunLength::Pages(NonZeroU32::new(3).unwrap());
     assert_eq!(three.pages(&geometry(1 << 30)).get(), 3);
+
+    let policy = RunChoice::default().policy(&geometry(2 << 20));
+    assert_eq!((policy.longest.get(), policy.bulk.get()), (16, 64));
+    assert_eq!((policy.bulk_from.get(), policy.calm), (512, 2048));
+    assert_eq!((policy.share.get(), policy.share_when_short.get()), (4, 16));
+    // Four tensors: a run takes four chunks, and a page four times the memory.
+    let policy = RunChoice::default().policy(&geometry_of(Layout::PerLayer, 2 << 20));
+    assert_eq!((policy.longest.get(), policy.share.get()), (16, 1));
+    assert_eq!((policy.bulk_from.get(), policy.calm), (128, 512));
+    let policy = RunChoice::default().policy(&geometry(8 << 30));
+    assert_eq!((policy.longest.get(), policy.bulk.get()), (1, 1));
+    assert_eq!((policy.bulk_from.get(), policy.calm), (1, 1));
+    // Three pages of 1 GiB are more than 128 MiB of bulk: no run is shorter for being bulk.
+    let mixed = RunChoice {
+        longest: three,
+        ..RunChoice::default()
+    };
+    assert_eq!(mixed.policy(&geometry(1 << 30)).bulk.get(), 3);
 }
 
 #[test]

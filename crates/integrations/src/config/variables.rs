@@ -29,6 +29,10 @@ pub struct Variable {
 /// | `KVCACHED_MAX_RESERVED_PAGES` | a whole number of pages, at least KVCACHED_MIN_RESERVED_PAGES | those of 1GiB, or KVCACHED_MIN_RESERVED_PAGES if that is more |
 /// | `KVCACHED_MAX_RUN_PAGES` | 1 to 64, and not together with KVCACHED_MAX_RUN_BYTES | what KVCACHED_MAX_RUN_BYTES comes to |
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
+/// | `KVCACHED_BULK_RUN_BYTES` | a size such as 128MiB, at least KVCACHED_MAX_RUN_BYTES | 128MiB, or the longest run if that is set |
+/// | `KVCACHED_BULK_FROM_BYTES` | a size such as 1GiB | 1GiB |
+/// | `KVCACHED_GROWTH_CHUNKS` | 1 to 64 | 4 |
+/// | `KVCACHED_CALM_BYTES` | a size such as 4GiB, or 0 | 4GiB |
 /// | `KVCACHED_CHUNK_POOL_BYTES` | a size such as 256MiB, or 0 | 256MiB |
 /// | `KVCACHED_CHUNK_POOL_IDLE` | a number of seconds from 0.001 to 86400 | 0.5 |
 /// | `KVCACHED_IPC_TIMEOUT` | a number of seconds from 0.001 to 86400 | 60 |
@@ -99,6 +103,33 @@ pub const VARIABLES: &[Variable] = &[
         allowed: "a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES",
         default: "32MiB",
         meaning: "bytes of one extent that are backed together at most, if that is 1 to 64 pages",
+    },
+    Variable {
+        name: "KVCACHED_BULK_RUN_BYTES",
+        allowed: "a size such as 128MiB, at least KVCACHED_MAX_RUN_BYTES",
+        default: "128MiB, or the longest run if that is set",
+        meaning: "bytes of one extent that are backed together at most when a pool grows by much at \
+                  once: quicker to map, slower to read on some GPUs",
+    },
+    Variable {
+        name: "KVCACHED_BULK_FROM_BYTES",
+        allowed: "a size such as 1GiB",
+        default: "1GiB",
+        meaning: "bytes on each rank by which a pool must grow at once for that to be much",
+    },
+    Variable {
+        name: "KVCACHED_GROWTH_CHUNKS",
+        allowed: "1 to 64",
+        default: "4",
+        meaning: "chunks that growth takes at least, if it is by so many pages: more are slower to \
+                  map, and what survives pins less memory",
+    },
+    Variable {
+        name: "KVCACHED_CALM_BYTES",
+        allowed: "a size such as 4GiB, or 0",
+        default: "4GiB",
+        meaning: "bytes on each rank that a pool must map, after it found its device full, without \
+                  finding it so again before it grows in long runs again",
     },
     Variable {
         name: "KVCACHED_CHUNK_POOL_BYTES",

@@ -6,6 +6,7 @@ use kvcached_mapper::{Cause, KvBuffers, Layout, PageSize, Rank, Stage};
 use proptest::prelude::*;
 
 use super::*;
+use crate::RunLength;
 use crate::testing::eventually;
 
 /// Blocks on one page of the pools here.
@@ -53,8 +54,8 @@ pub(super) fn mapped(
     }
 }
 
-pub(super) fn run_pages(pages: u32) -> MaxRun {
-    MaxRun::Pages(pages.try_into().unwrap())
+pub(super) fn run_pages(pages: u32) -> RunChoice {
+    RunChoice::up_to(RunLength::Pages(pages.try_into().unwrap()))
 }
 
 pub(super) fn start(

@@ -9,7 +9,7 @@ use kvcached_manager::{
 };
 use kvcached_mapper::testing::{Call, RecordingMapper};
 use kvcached_mapper::{Cause, MapError, PageId, PageRun, Rank, Stage};
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, PageState, Reserve};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, PageState, Reserve, RunPolicy};
 use proptest::prelude::*;
 
 use crate::support::{PAGE, Pool, Shape, beneath, blocks, space};
@@ -531,7 +531,7 @@ fn blocks_and_pages_of_different_pools_make_no_manager() {
 
     let config = PageAllocatorConfig {
         void: vec![PageId(2)],
-        max_run: NonZeroU32::MIN,
+        runs: RunPolicy::up_to(NonZeroU32::MIN),
         ..PageAllocatorConfig::new(4, PAGE)
     };
     let pages_with_void =

@@ -7,7 +7,7 @@ use kvcached_manager::{
     BlockId, BlockManager, BlockSpace, Limit, LimitStatus, PageOccupancy, PoolUsage,
 };
 use kvcached_mapper::testing::RecordingMapper;
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, Reserve};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, Reserve, RunPolicy};
 
 /// Bytes of a page in tests that do not care.
 pub(crate) const PAGE: u64 = 1 << 20;
@@ -100,7 +100,7 @@ pub(crate) fn beneath(shape: Shape) -> (Arc<PageAllocator>, Arc<RecordingMapper>
     let mapper = Arc::new(RecordingMapper::new(shape.pages));
     let config = PageAllocatorConfig {
         void: space(shape).void_pages().collect(),
-        max_run: NonZeroU32::new(shape.max_run).unwrap(),
+        runs: RunPolicy::up_to(NonZeroU32::new(shape.max_run).unwrap()),
         reserve: shape.reserve,
         ..PageAllocatorConfig::new(shape.pages, shape.page_bytes)
     };

@@ -104,14 +104,17 @@ impl PageAllocator {
         let mut runs = Vec::new();
         self.with_books(|books| {
             let missing = books.missing();
-            let table = &mut books.table;
+            let table = &books.table;
             let cold = table.count(PageState::Cold);
             done.full = match missing {
                 _ if missing.min(cold) > headroom => Some(FullReason::DeviceMemory),
                 _ if missing > cold => Some(table.full_reason(table.available() + missing - cold)),
                 _ => None,
             };
-            done.mapped = table.begin_map(missing.min(headroom), self.step_runs, &mut runs);
+            if done.full == Some(FullReason::DeviceMemory) {
+                books.pressure.met_full(&books.runs);
+            }
+            done.mapped = books.begin_map(missing.min(headroom), self.step_runs, &mut runs);
             done.more = done.mapped < missing.min(headroom).min(cold);
         });
         if runs.is_empty() {

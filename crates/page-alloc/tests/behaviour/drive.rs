@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use kvcached_mapper::{After, Epoch, Health, MapError, PageId, PageRun, Rank, Stage};
 use kvcached_page_alloc::{
     AllocError, FreeError, Limit, LimitStatus, MAX_RUN, PageAllocatorConfig, PageState, PageUsage,
-    Repaired, Replenished, Reserve,
+    Repaired, Replenished, Reserve, RunPolicy,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -141,18 +141,33 @@ pub(crate) fn config() -> impl Strategy<Value = PageAllocatorConfig> {
         2 => Just(Vec::new()),
         1 => prop::collection::vec(1u32..150, 0..40),
     ];
-    (1u32..150, 1u32..=MAX_RUN, reserve, void).prop_map(|(pages, max_run, reserve, void)| {
+    (1u32..150, runs(), reserve, void).prop_map(|(pages, runs, reserve, void)| {
         PageAllocatorConfig {
             void: void
                 .into_iter()
                 .filter(|&page| page < pages)
                 .map(PageId)
                 .collect(),
-            max_run: NonZeroU32::new(max_run).expect("at least one"),
+            runs,
             reserve,
             ..PageAllocatorConfig::new(pages, BUNDLE)
         }
     })
+}
+
+fn runs() -> impl Strategy<Value = RunPolicy> {
+    let number = |pages| NonZeroU32::new(pages).expect("at least one");
+    let lengths = (1u32..=MAX_RUN, 1u32..=MAX_RUN);
+    (lengths, 1u32..60, (1u32..4, 1u32..20), 0u32..30).prop_map(
+        move |((one, other), bulk_from, (share, short), calm)| RunPolicy {
+            longest: number(one.min(other)),
+            bulk: number(one.max(other)),
+            bulk_from: number(bulk_from),
+            share: number(share),
+            share_when_short: number(short),
+            calm,
+        },
+    )
 }
 
 fn op() -> impl Strategy<Value = Op> {

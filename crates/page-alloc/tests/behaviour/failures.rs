@@ -7,7 +7,7 @@ use kvcached_mapper::PageId;
 use kvcached_mapper::testing::{Call, RecordingMapper};
 use kvcached_page_alloc::{
     AllocError, ConfigError, FreeError, FullReason, MAX_RUN, PageAllocator, PageAllocatorConfig,
-    PageState, Reserve,
+    PageState, Reserve, RunPolicy,
 };
 
 use crate::support::{BUNDLE, Pool, doubtful, full, ids, refused, run};
@@ -51,7 +51,7 @@ fn a_full_device_is_an_answer_and_takes_nothing() {
 #[test]
 fn only_the_uncertain_runs_of_a_failed_map_are_quarantined() {
     let config = PageAllocatorConfig {
-        max_run: NonZeroU32::new(2).expect("two"),
+        runs: RunPolicy::up_to(NonZeroU32::new(2).expect("two")),
         ..PageAllocatorConfig::new(10, BUNDLE)
     };
     let pool = Pool::with(config);
@@ -273,10 +273,17 @@ fn a_configuration_that_contradicts_itself_makes_no_allocator() {
         },
     );
     assert_eq!(
-        new(|c| c.max_run = NonZeroU32::new(65).expect("65")),
+        new(|c| c.runs = RunPolicy::up_to(NonZeroU32::new(65).expect("65"))),
         ConfigError::RunTooLong {
             max_run: 65,
             most: MAX_RUN
+        },
+    );
+    assert_eq!(
+        new(|c| c.runs.bulk = NonZeroU32::MIN),
+        ConfigError::BulkRunTooShort {
+            bulk: 1,
+            longest: MAX_RUN
         },
     );
     assert_eq!(

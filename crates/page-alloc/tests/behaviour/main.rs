@@ -9,6 +9,7 @@ mod drive;
 mod failures;
 mod in_flight;
 mod limits;
+mod pressure;
 mod properties;
 mod ranks;
 mod repair;

@@ -325,7 +325,7 @@ proptest! {
     #[test]
     fn a_run_is_unmapped_exactly_as_it_was_mapped(config in config(), steps in steps()) {
         // The recording mapper refuses anything else, and remembers that it had to.
-        let longest = config.max_run.get();
+        let longest = config.runs.bulk.get();
         let mut drive = Drive::new(config);
         for step in &steps {
             drive.step(step);

@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 
 use kvcached_mapper::PageId;
-use kvcached_page_alloc::{PageAllocatorConfig, PageState};
+use kvcached_page_alloc::{PageAllocatorConfig, PageState, RunPolicy};
 
 use crate::support::{BUNDLE, Pool, ids, run};
 
@@ -27,9 +27,9 @@ fn a_run_is_as_long_as_the_demand_up_to_the_longest() {
         "a call per demand, whatever the number of runs"
     );
 
-    let max_run = NonZeroU32::new(4).expect("four");
+    let runs = RunPolicy::up_to(NonZeroU32::new(4).expect("four"));
     let pool = Pool::with(PageAllocatorConfig {
-        max_run,
+        runs,
         ..PageAllocatorConfig::new(10, BUNDLE)
     });
     pool.take(10);
@@ -109,9 +109,9 @@ fn trim_gives_wholly_idle_runs_back_and_no_others() {
 fn a_pool_that_shrinks_under_churn_gives_its_memory_back() {
     // A full pool in runs of sixteen loses nine in ten pages at random, and goes on with one page
     // in and one page out. Drawing from the fullest runs lets the others drain.
-    let max_run = NonZeroU32::new(16).expect("sixteen");
+    let runs = RunPolicy::up_to(NonZeroU32::new(16).expect("sixteen"));
     let pool = Pool::with(PageAllocatorConfig {
-        max_run,
+        runs,
         ..PageAllocatorConfig::new(1600, BUNDLE)
     });
     let mut mine = pool.take(1600);

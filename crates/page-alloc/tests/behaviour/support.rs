@@ -149,6 +149,16 @@ impl Pool {
             }
         }
         assert_eq!(self.mapped(), usage.warm + usage.used);
+        let pinned = self.mapper.mapped().into_iter().map(|run| {
+            let used = run
+                .pages()
+                .filter(|&page| self.pages.state(page) == Some(PageState::Used));
+            match used.count() {
+                0 => 0,
+                used => run.pages().count() - used,
+            }
+        });
+        assert_eq!(usage.pinned as usize, pinned.sum::<usize>());
         assert_eq!(usage.runs as usize, self.mapper.mapped().len());
         let mut quarantined = self.pages.quarantined();
         quarantined.sort();

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use kvcached_mapper::{After, Epoch, Mapper, PageId};
 use kvcached_page_alloc::{
     AllocError, Limit, LimitStatus, PageAllocator, PageAllocatorConfig, PageState, PageUsage,
-    Reserve, Turns, Unmapping,
+    Reserve, RunPolicy, Turns, Unmapping,
 };
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
@@ -42,7 +42,7 @@ impl Pool {
         let turns = Turns::new();
         let board = Arc::new(Board::new(pages, faults));
         let config = PageAllocatorConfig {
-            max_run: NonZeroU32::new(max_run).expect("a run has pages"),
+            runs: RunPolicy::up_to(NonZeroU32::new(max_run).expect("a run has pages")),
             reserve: Reserve { min: 1, max: 2 },
             unmapping,
             turns: turns.clone(),

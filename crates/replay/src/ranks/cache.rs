@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_integrations::{
-    Background, ComposeError, DEFAULT_GRANULARITY, MappedPool, MapperConfig, MaxRun, Pool,
-    PoolPolicy, Scheduler, StartError, compose_over,
+    Background, ComposeError, DEFAULT_GRANULARITY, MappedPool, MapperConfig, Pool, PoolPolicy,
+    RunChoice, Scheduler, StartError, compose_over,
 };
 use kvcached_manager::AllocError;
 use kvcached_mapper::{
@@ -37,7 +37,7 @@ const ATTEMPTS: u32 = 5;
 #[derive(Debug, Clone)]
 pub(crate) struct ModelPlan {
     pub(crate) pools: Vec<PoolPlan>,
-    pub(crate) max_run: MaxRun,
+    pub(crate) runs: RunChoice,
     pub(crate) verify: bool,
     /// What the rank's device has.
     pub(crate) memory_bytes: u64,
@@ -91,7 +91,7 @@ impl ModelPlan {
         });
         Ok(Self {
             pools: pools.collect::<Result<_, _>>()?,
-            max_run: setup.max_run.into(),
+            runs: setup.runs.into(),
             verify: setup.verify,
             memory_bytes: setup.memory_bytes,
             others_bytes: 0,
@@ -222,7 +222,7 @@ impl RankedCache {
                 tensor_bases: Vec::new(),
             });
         // The same input is to give the same result, so nothing happens behind the engine's back.
-        let scheduler = Scheduler::with_mappers(pools.collect(), plan.max_run, Background::Off)?;
+        let scheduler = Scheduler::with_mappers(pools.collect(), plan.runs, Background::Off)?;
         Ok(Self {
             scheduler,
             crew,

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvcached_integrations::MaxRun;
+use kvcached_integrations::{RunChoice, RunLength};
 use kvcached_mapper::{KvBuffers, Layout, PageSize, PoolId, PoolSpec, Rank};
 use serde::{Deserialize, Serialize};
 
@@ -71,15 +71,26 @@ pub(crate) struct Setup {
     pub(crate) budget: PathBuf,
     pub(crate) memory_bytes: u64,
     pub(crate) pools: Vec<PoolMessage>,
-    pub(crate) max_run: MaxRunMessage,
+    pub(crate) runs: RunsMessage,
     pub(crate) zero_cold: bool,
     pub(crate) verify: bool,
     pub(crate) ipc_timeout: Duration,
 }
 
-/// A [`MaxRun`].
+/// A [`RunChoice`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub(crate) enum MaxRunMessage {
+pub(crate) struct RunsMessage {
+    longest: RunLengthMessage,
+    bulk: RunLengthMessage,
+    bulk_from_bytes: u64,
+    growth_chunks: NonZeroU32,
+    short_runs: NonZeroU32,
+    calm_bytes: u64,
+}
+
+/// A [`RunLength`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+enum RunLengthMessage {
     Pages(NonZeroU32),
     Bytes(u64),
 }
@@ -174,20 +185,62 @@ impl Setup {
     }
 }
 
-impl From<MaxRun> for MaxRunMessage {
-    fn from(max_run: MaxRun) -> Self {
-        match max_run {
-            MaxRun::Pages(pages) => Self::Pages(pages),
-            MaxRun::Bytes(bytes) => Self::Bytes(bytes),
+impl From<RunChoice> for RunsMessage {
+    fn from(runs: RunChoice) -> Self {
+        let RunChoice {
+            longest,
+            bulk,
+            bulk_from_bytes,
+            growth_chunks,
+            short_runs,
+            calm_bytes,
+        } = runs;
+        Self {
+            longest: longest.into(),
+            bulk: bulk.into(),
+            bulk_from_bytes,
+            growth_chunks,
+            short_runs,
+            calm_bytes,
         }
     }
 }
 
-impl From<MaxRunMessage> for MaxRun {
-    fn from(message: MaxRunMessage) -> Self {
+impl From<RunsMessage> for RunChoice {
+    fn from(message: RunsMessage) -> Self {
+        let RunsMessage {
+            longest,
+            bulk,
+            bulk_from_bytes,
+            growth_chunks,
+            short_runs,
+            calm_bytes,
+        } = message;
+        Self {
+            longest: longest.into(),
+            bulk: bulk.into(),
+            bulk_from_bytes,
+            growth_chunks,
+            short_runs,
+            calm_bytes,
+        }
+    }
+}
+
+impl From<RunLength> for RunLengthMessage {
+    fn from(length: RunLength) -> Self {
+        match length {
+            RunLength::Pages(pages) => Self::Pages(pages),
+            RunLength::Bytes(bytes) => Self::Bytes(bytes),
+        }
+    }
+}
+
+impl From<RunLengthMessage> for RunLength {
+    fn from(message: RunLengthMessage) -> Self {
         match message {
-            MaxRunMessage::Pages(pages) => Self::Pages(pages),
-            MaxRunMessage::Bytes(bytes) => Self::Bytes(bytes),
+            RunLengthMessage::Pages(pages) => Self::Pages(pages),
+            RunLengthMessage::Bytes(bytes) => Self::Bytes(bytes),
         }
     }
 }

@@ -29,7 +29,7 @@ fn parts() -> (ModelPlan, Arc<LocalMapper<Host>>, OwnPool) {
     };
     let plan = ModelPlan {
         pools: vec![PoolPlan::new(spec, None).expect("a layout")],
-        max_run: MaxRun::Bytes(32 << 20),
+        runs: RunChoice::default(),
         verify: true,
         memory_bytes: 64 << 20,
         others_bytes: 0,
