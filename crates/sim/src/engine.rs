@@ -241,6 +241,9 @@ impl World {
         if self.config.epochs == EpochsKept::ByCoordinator {
             pool.pages.retire(Epoch(self.retired()));
         }
+        if let Some(memory) = self.local.and_then(|rank| self.memory(rank)) {
+            memory.mappers[index].tend(self.clock.now());
+        }
         // A request that goes on: the engine works all the time.
         let mut books = lock(&pool.books);
         let next = books.requests.range(books.at_work + 1..).next();

@@ -359,6 +359,7 @@ impl World {
                     }
                 }
             }
+            served.tend_at = served.rank.tend(self.clock.now());
             let cost_ns = memory.driver.take_cost_ns();
             served.busy_until_ns = now_ns + cost_ns;
             if over {
@@ -399,6 +400,7 @@ impl World {
         memory.driver.catch_up();
         memory.driver.take_cost_ns();
         served.rank.handle_timeout(now);
+        served.tend_at = served.rank.tend(now);
         served.busy_until_ns = self.clock.now_ns() + memory.driver.take_cost_ns();
         let stuck = served.rank.poll_timeout().is_some_and(|at| at <= now);
         drop(guard);
@@ -408,6 +410,22 @@ impl World {
                 format!("rank {rank} is orphaned again and again"),
             );
         }
+        self.look_at(rank);
+        self.run_rank(rank);
+    }
+
+    /// Some of what a rank keeps has been kept for too long.
+    pub(crate) fn tend(&self, rank: usize) {
+        let Some(memory) = self.memory(rank) else {
+            return;
+        };
+        let mut guard = lock(&self.served[rank]);
+        let Some(served) = guard.as_mut() else { return };
+        memory.driver.catch_up();
+        memory.driver.take_cost_ns();
+        served.tend_at = served.rank.tend(self.clock.now());
+        served.busy_until_ns = self.clock.now_ns() + memory.driver.take_cost_ns();
+        drop(guard);
         self.look_at(rank);
         self.run_rank(rank);
     }

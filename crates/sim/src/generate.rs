@@ -60,6 +60,8 @@ fn config(random: &mut Random) -> Config {
     // Longer than the longest batch takes a rank that nothing slows down: a shorter one would be
     // missed again and again.
     let timeout_us = random.pick(&[20_000, 50_000]);
+    // Of its own, so that what is drawn next does not depend on it.
+    let kept = random.clone().pick(&[0, 0, 4, 1_000]);
     Config {
         ranks: u16::try_from(ranks).expect("four at most"),
         stages,
@@ -77,6 +79,7 @@ fn config(random: &mut Random) -> Config {
             1 => pages * u32::from(pools) * 3 / 4,
             _ => (pages * u32::from(pools) / 2).max(u32::from(pools) + 2),
         },
+        kept,
         epochs: random.pick(&[
             EpochsKept::ByRanks,
             EpochsKept::ByCoordinator,

@@ -12,6 +12,7 @@ use kvcached_mapper::{
 use kvcached_tp_ipc::{
     Conversation, FrameDecoder, GeometryDigest, InstanceName, ServedPool, ServedRank,
 };
+use kvcached_vmm::{Recycler, RecyclerConfig};
 
 use crate::Sabotage;
 use crate::clock::Clock;
@@ -31,6 +32,9 @@ pub(crate) struct Memory {
     pub(crate) bases: Vec<Vec<u64>>,
 }
 
+/// How long a rank keeps chunks that nobody asks for.
+pub(crate) const KEPT_FOR: Duration = Duration::from_millis(30);
+
 /// A rank that listens.
 #[derive(Debug)]
 pub(crate) struct Served {
@@ -39,6 +43,8 @@ pub(crate) struct Served {
     pub(crate) inbox: VecDeque<(ConnId, Arrival)>,
     /// Until when it is at work, or stalled.
     pub(crate) busy_until_ns: u64,
+    /// When chunks have been kept for too long.
+    pub(crate) tend_at: Option<Instant>,
 }
 
 #[derive(Debug, Default)]
@@ -100,9 +106,17 @@ impl Memory {
             true => Cold::Zero,
             false => Cold::Unbacked,
         };
+        let recycler = Arc::new(Recycler::new(
+            Arc::clone(&driver),
+            RecyclerConfig {
+                limit_bytes: u64::from(config.kept) * geometry.bundle_bytes(),
+                idle: KEPT_FOR,
+            },
+        ));
         let mut mappers = Vec::new();
         for _ in 0..config.pools {
             let mapper = LocalMapper::new(Arc::clone(&driver), geometry.clone(), cold).ok()?;
+            let mapper = mapper.with_recycler(&recycler);
             mappers.push(Arc::new(mapper.with_epochs(Arc::clone(&epochs))));
         }
         let bases = mappers.iter().map(|mapper| mapper.tensor_bases()).collect();
@@ -112,6 +126,11 @@ impl Memory {
             mappers,
             bases,
         })
+    }
+
+    /// Bytes that are kept for later.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.mappers.iter().map(|mapper| mapper.kept_bytes()).sum()
     }
 
     /// The mapper of a pool, as whoever drives it is given it.
@@ -148,6 +167,7 @@ impl Served {
             links: BTreeMap::new(),
             inbox: VecDeque::new(),
             busy_until_ns: 0,
+            tend_at: None,
         }
     }
 }

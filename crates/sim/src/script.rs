@@ -39,6 +39,8 @@ pub struct Config {
     pub reserve: (u32, u32),
     /// Pages of memory of each device, for all pools together.
     pub memory: u32,
+    /// Pages' worth of chunks that came free and each rank keeps to use them again.
+    pub kept: u32,
     /// Who knows when work has ended.
     pub epochs: EpochsKept,
     /// Longest wait for another rank, in microseconds.
@@ -226,6 +228,7 @@ impl fmt::Display for Script {
             max_run,
             reserve: (reserve_min, reserve_max),
             memory,
+            kept,
             epochs,
             timeout_us,
             orphan_us,
@@ -241,8 +244,8 @@ impl fmt::Display for Script {
             f,
             "config ranks={ranks} stages={stages} local={local} pools={pools} pages={pages} \
              blocks={blocks} extents={extents} zero={zero} max_run={max_run} reserve_min={reserve_min} \
-             reserve_max={reserve_max} memory={memory} epochs={epochs} timeout={timeout_us} \
-             orphan={orphan_us} delays={delays}"
+             reserve_max={reserve_max} memory={memory} kept={kept} epochs={epochs} \
+             timeout={timeout_us} orphan={orphan_us} delays={delays}"
         )?;
         for (after, step) in &self.steps {
             writeln!(f, "+{after} {step}")?;
@@ -424,6 +427,11 @@ fn parse_config(rest: &str) -> Result<Config, String> {
         max_run: fields.number("max_run")?,
         reserve: (fields.number("reserve_min")?, fields.number("reserve_max")?),
         memory: fields.number("memory")?,
+        // Older scripts do not say, and kept nothing.
+        kept: match fields.word("kept") {
+            Ok(_) => fields.number("kept")?,
+            Err(_) => 0,
+        },
         epochs: fields.one_of("epochs", &epochs)?,
         timeout_us: fields.number("timeout")?,
         orphan_us: fields.number("orphan")?,

@@ -137,6 +137,7 @@ impl World {
     /// Everything is freed, and the devices get their memory back; then there is room again.
     fn give_all_back(&self, life: &Life) {
         self.free_all(life);
+        self.keep_nothing();
         let done = self.go_on_until(REST_NS, |world| {
             for pool in 0..world.config.pools {
                 world.do_now(life, Step::Trim { pool });
@@ -146,6 +147,7 @@ impl World {
             // A rank that was away meanwhile has yet to give the same up.
             empty && world.is_mended().is_ok()
         });
+        self.keep_nothing();
         if self.is_over() {
             return;
         }
@@ -188,6 +190,19 @@ impl World {
             }
         }
         self.go_on_until(20_000_000, |_| false);
+    }
+
+    /// What ranks keep to use it again, they let go of after a while, without being told.
+    fn keep_nothing(&self) {
+        let kept = |world: &Self| -> u64 {
+            let ranks = 0..world.places.len();
+            let memories = ranks.filter_map(|rank| world.memory(rank));
+            memories.map(|memory| memory.kept_bytes()).sum()
+        };
+        if !self.go_on_until(REST_NS, |world| kept(world) == 0) {
+            let what = format!("{} bytes are kept for ever", kept(self));
+            self.violate(Guarantee::Mended, what);
+        }
     }
 
     fn free_all(&self, life: &Life) {

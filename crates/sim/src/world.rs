@@ -205,6 +205,7 @@ impl World {
             }
             Next::Fan(pool) => self.time_out(pool),
             Next::Orphan(rank) => self.orphan(rank),
+            Next::Tend(rank) => self.tend(rank),
             Next::Step => {
                 let mut steps = lock(&self.steps);
                 let Some((_, step)) = steps.steps.pop_front() else {
@@ -243,6 +244,12 @@ impl World {
             {
                 let at_ns = self.clock.ns_of(at).max(served.busy_until_ns);
                 offer(at_ns, Next::Orphan(index));
+            }
+            if let Some(served) = &*lock(served)
+                && let Some(at) = served.tend_at
+            {
+                let at_ns = self.clock.ns_of(at).max(served.busy_until_ns);
+                offer(at_ns, Next::Tend(index));
             }
         }
         let steps = lock(&self.steps);
@@ -420,6 +427,7 @@ enum Next {
     Event((u64, u64)),
     Fan(usize),
     Orphan(usize),
+    Tend(usize),
     Step,
 }
 
