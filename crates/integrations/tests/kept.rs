@@ -1,11 +1,10 @@
 //! Memory that came free and stays with its rank for a while: how much, for whom, and how long.
 
-use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvcached_integrations::{
-    Background, Config, MaxRun, Pool, PoolPolicy, PoolSetup, ProcessIds, Scheduler, SchedulerConfig,
+    Background, Config, Pool, PoolPolicy, PoolSetup, ProcessIds, Scheduler, SchedulerConfig,
 };
 use kvcached_manager::Limit;
 use kvcached_mapper::{KvBuffers, Layout, PageSize, PoolId, PoolSpec};
@@ -25,7 +24,8 @@ fn start(idle: Duration, background: Background) -> (Arc<Mock>, Scheduler) {
         uid: 1,
         process_group: 1,
     };
-    let config = Config::from_lookup(|_| None, ids).expect("defaults");
+    let lookup = |name: &str| (name == "KVCACHED_MAX_RUN_PAGES").then(|| "1".into());
+    let config = Config::from_lookup(lookup, ids).expect("defaults");
     let pools = [0, 1].map(|pool| PoolSetup {
         id: PoolId(pool),
         spec: PoolSpec {
@@ -40,7 +40,6 @@ fn start(idle: Duration, background: Background) -> (Arc<Mock>, Scheduler) {
     });
     let instance = config.instance.clone();
     let mut config = SchedulerConfig::new(&config, instance, Topology::single(), pools.into());
-    config.max_run = MaxRun::Pages(NonZeroU32::MIN);
     config.background = background;
     config.mapper.recycler = RecyclerConfig {
         limit_bytes: 3 * GRANULE,
