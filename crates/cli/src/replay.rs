@@ -94,6 +94,10 @@ pub(crate) struct ReplayArguments {
     #[arg(long, value_name = "N")]
     max_requests: Option<NonZeroU32>,
 
+    /// Only the requests of the first N minutes, so that a replay by the clock takes about as long
+    #[arg(long, value_name = "N", value_parser = parse_minutes)]
+    max_minutes: Option<Duration>,
+
     /// Seed of the built-in workload, and of the rule that assigns requests to models
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -258,7 +262,10 @@ fn run_to_end(arguments: &ReplayArguments) -> Result<(), Failure> {
 }
 
 fn plan(arguments: &ReplayArguments, config: &Config) -> Result<Plan, Failure> {
-    let trace = trace(arguments)?;
+    let mut trace = trace(arguments)?;
+    if let Some(end) = arguments.max_minutes {
+        trace.end_at(end);
+    }
     let choices = arguments.model.iter().chain(&arguments.kv);
     let mut models: Vec<Model> = choices
         .flat_map(|choice| std::iter::repeat_n(choice.model.clone(), choice.count as usize))
@@ -305,6 +312,7 @@ fn plan(arguments: &ReplayArguments, config: &Config) -> Result<Plan, Failure> {
         device: arguments.driver,
         cold: config.cold,
         runs: config.runs,
+        reserve: config.reserve,
         verify,
         pace: match arguments.time {
             Time::Virtual => Pace::Virtual,
@@ -363,6 +371,15 @@ fn parse_ms(text: &str) -> Result<Duration, String> {
         .parse()
         .map_err(|_| "expected a number of milliseconds".to_owned())?;
     Duration::try_from_secs_f64(ms / 1e3).map_err(|error| error.to_string())
+}
+
+fn parse_minutes(text: &str) -> Result<Duration, String> {
+    let expected = || "expected a number of minutes above 0".to_owned();
+    let minutes: f64 = text.parse().map_err(|_| expected())?;
+    match Duration::try_from_secs_f64(minutes * 60.0) {
+        Ok(end) if !end.is_zero() => Ok(end),
+        _ => Err(expected()),
+    }
 }
 
 fn parse_every(text: &str) -> Result<Duration, String> {

@@ -130,7 +130,9 @@ fn every_topology_serves_everything_with_the_same_result() {
             crosses,
             "{topology} {tp}"
         );
-        assert!(number(&report, "/latency_us/alloc/count") > 0.0);
+        let allocs = number(&report, "/latency_us/alloc/count");
+        let mapped = number(&report, "/latency_us/alloc_mapped/count");
+        assert!(mapped > 0.0 && mapped < allocs, "{mapped} of {allocs}");
         if tp == "2" {
             results.push((
                 topology,
@@ -194,6 +196,46 @@ fn every_built_in_workload_is_served() {
             "{found:?}"
         );
     }
+}
+
+#[test]
+fn a_replay_by_the_clock_says_how_its_processes_grew() {
+    let kv = "layers=2,kv-heads=4,head-dim=64,dtype=bf16";
+    let arguments = [
+        "--kv",
+        kv,
+        "--tp",
+        "2",
+        "--time",
+        "real",
+        "--max-minutes",
+        "0.05",
+    ];
+    let report = report(&[&arguments[..], &["--decode-ms", "1"]].concat());
+    let requests = number(&report, "/requests");
+    assert!(
+        (2.0..100.0).contains(&requests),
+        "those of three seconds: {requests}"
+    );
+    assert_sound(&report, requests);
+    assert!(number(&report, "/growth/samples") >= 8.0, "{report}");
+    for process in ["0", "1"] {
+        for quarter in ["first", "last"] {
+            for figure in [
+                "anonymous_bytes",
+                "descriptors",
+                "mappings",
+                "pool_mappings",
+            ] {
+                let pointer = format!("/growth/processes/{process}/{quarter}/{figure}");
+                assert!(number(&report, &pointer) > 0.0, "{pointer}");
+            }
+        }
+    }
+    assert!(
+        report.pointer("/growth/processes/2").is_none(),
+        "a rank here and one beside"
+    );
 }
 
 #[test]
@@ -368,6 +410,7 @@ fn bad_input_is_one_clear_error_and_nothing_is_written() {
             &["--chaos", "1", "--tp", "2", "--no-verify"],
             &["--chaos", "--no-verify"],
         ),
+        (&["--max-minutes", "0"], &["--max-minutes", "above 0"]),
         (&["--chaos", "x"], &["--chaos"]),
         (&["--chaos-every", "5"], &["--chaos"]),
         (

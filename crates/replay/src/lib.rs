@@ -40,6 +40,7 @@ mod cache;
 mod chaos;
 mod engine;
 mod footprint;
+mod growth;
 mod latency;
 mod model;
 mod outcome;
@@ -60,6 +61,7 @@ pub use cache::{
 pub use chaos::{Chaos, Faults};
 pub use engine::{Demand, Engine, Progress, ServedModel};
 pub use footprint::{Footprint, IdleFootprint};
+pub use growth::{Growth, ProcessFigures, ProcessGrowth};
 pub use kvcached_manager::BlockId;
 pub use latency::{Latencies, Latency};
 pub use model::{

@@ -7,7 +7,8 @@ use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Chaos, Comparison, Faults, Latency, MemoryUse, Outcome, PageTotals, Plan, Served, Stats,
+    Chaos, Comparison, Faults, Growth, Latency, MemoryUse, Outcome, PageTotals, Plan,
+    ProcessFigures, Served, Stats,
 };
 
 /// Version of the JSON's meaning.
@@ -46,6 +47,9 @@ pub struct Report {
     /// What was done to the ranks on the way, if anything was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chaos: Option<ChaosReport>,
+    /// How the processes of the elastic side grew, after a replay by the clock.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub growth: Option<Growth>,
 }
 
 /// What was replayed, on what.
@@ -134,6 +138,9 @@ pub struct ModelReport {
 pub struct LatencyReport {
     /// An allocation of blocks, whatever it caused.
     pub alloc: Latency,
+    /// Of these, those that waited for pages to be mapped.
+    #[serde(default)]
+    pub alloc_mapped: Latency,
     /// Backing pages, on every rank.
     pub map: Latency,
     /// Taking memory away, on every rank.
@@ -204,6 +211,7 @@ impl Report {
             checked,
             ranks_divergent,
             faults,
+            growth,
         } = comparison;
         let models =
             elastic
@@ -240,6 +248,7 @@ impl Report {
             pages: *pages,
             latency_us: LatencyReport {
                 alloc: calls.alloc.summary(),
+                alloc_mapped: calls.alloc_mapped.summary(),
                 map: calls.map.summary(),
                 unmap: calls.unmap.summary(),
                 broadcast: calls.broadcast.summary(),
@@ -253,6 +262,7 @@ impl Report {
                 .chaos
                 .zip(faults.as_ref())
                 .map(|(chaos, faults)| ChaosReport::new(chaos, faults, &elastic.total)),
+            growth: growth.clone(),
         }
     }
 
@@ -293,12 +303,14 @@ impl Report {
         calls.set_header(["call", "count", "p50", "p99", "max"]);
         let LatencyReport {
             alloc,
+            alloc_mapped,
             map,
             unmap,
             broadcast,
         } = self.latency_us;
         for (name, latency) in [
             ("alloc", alloc),
+            ("alloc that mapped", alloc_mapped),
             ("map", map),
             ("unmap", unmap),
             ("broadcast", broadcast),
@@ -325,7 +337,7 @@ impl Report {
             "{} requests ({}) on {}\n{} ranks each, {}, {}, {} per rank ({} each if split), {}\n\
              {sides}\n{calls}\n\
              pages: {} mapped in {} runs, {} unmapped; blocks checked: {}, corrupted: {}; \
-             ranks divergent: {}{}",
+             ranks divergent: {}{}{}",
             self.requests,
             config.trace,
             models.join(", "),
@@ -342,6 +354,7 @@ impl Report {
             self.verify.corrupted,
             self.ranks_divergent,
             self.chaos.map(|chaos| chaos.summary()).unwrap_or_default(),
+            self.growth.as_ref().map(growth_table).unwrap_or_default(),
         )
     }
 }
@@ -388,6 +401,49 @@ impl ChaosReport {
             milliseconds(recovery.max),
         )
     }
+}
+
+/// A line for each process, after what stands before it.
+fn growth_table(growth: &Growth) -> String {
+    let mut table = Table::new();
+    table.load_preset(NOTHING);
+    table.set_header([
+        "first and last quarter",
+        "own memory",
+        "descriptors",
+        "mappings",
+        "of pools",
+    ]);
+    let pair = |first: String, last: String| format!("{first} - {last}");
+    for process in &growth.processes {
+        let (first, last) = (&process.first, &process.last);
+        let count =
+            |of: fn(&ProcessFigures) -> u64| pair(of(first).to_string(), of(last).to_string());
+        table.add_row([
+            process.process.clone(),
+            pair(
+                mebibytes(first.anonymous_bytes),
+                mebibytes(last.anonymous_bytes),
+            ),
+            count(|figures| figures.descriptors),
+            count(|figures| figures.mappings),
+            count(|figures| figures.pool_mappings),
+        ]);
+    }
+    let [first, last] = growth.mapped_bytes;
+    table.add_row([
+        "mapped on a rank".to_owned(),
+        pair(mebibytes(first), mebibytes(last)),
+    ]);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    format!("\n{table}")
+}
+
+fn mebibytes(count: u64) -> String {
+    let tenths = (u128::from(count) * 10 + (1 << 19)) >> 20;
+    format!("{}.{} MiB", tenths / 10, tenths % 10)
 }
 
 /// In whole microseconds, so that no digits appear that mean nothing.

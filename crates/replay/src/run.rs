@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
-use kvcached_integrations::{ByteSize, MapperConfig, RunChoice, StartError};
+use kvcached_integrations::{ByteSize, MapperConfig, ReserveBounds, RunChoice, StartError};
 use kvcached_mapper::{Cold, Epochs, Layout, LayoutError, PageSize, Rank};
 use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, Topology};
 use kvcached_vmm::{Budget, BudgetError, RecyclerConfig};
@@ -21,14 +21,15 @@ use thiserror::Error;
 
 use self::elastic::ElasticCache;
 use crate::chaos::Schedule;
+use crate::growth::Growing;
 use crate::ranks::{
     AutonomousCache, Call, Checked, Crew, ModelPlan, OwnPool, PageTotals, PoolMessage, PoolPlan,
     RankedCache, Setup, Timed, open_pools, pool_id, pool_tag,
 };
 use crate::{
-    Assign, Broken, Chaos, CrewError, Device, Engine, Faults, FixedSplit, KvCache, Latencies,
-    Model, Outcome, Placement, PlacementError, Progress, RankError, RankProgram, ServedModel,
-    Trace,
+    Assign, Broken, Chaos, CrewError, Device, Engine, Faults, FixedSplit, Growth, KvCache,
+    Latencies, Model, Outcome, Placement, PlacementError, Progress, RankError, RankProgram,
+    ServedModel, Trace,
 };
 
 /// Everything that decides what a replay does.
@@ -60,6 +61,8 @@ pub struct Plan {
     pub cold: Cold,
     /// How many pages are backed together.
     pub runs: RunChoice,
+    /// Between which bounds the warm pages of each pool follow the demand.
+    pub reserve: ReserveBounds,
     /// Does the oracle stamp and check every block?
     pub verify: bool,
     /// How time passes.
@@ -126,6 +129,8 @@ pub struct Comparison {
     pub ranks_divergent: u32,
     /// What the faults of [`Plan::chaos`] came to.
     pub faults: Option<Faults>,
+    /// How the processes of the elastic side grew, if it ran by the clock for long enough.
+    pub growth: Option<Growth>,
 }
 
 /// Times of calls, of all models.
@@ -133,6 +138,8 @@ pub struct Comparison {
 pub struct CallTimes {
     /// Allocations of blocks.
     pub alloc: Latencies,
+    /// Those of them that waited for pages to be mapped.
+    pub alloc_mapped: Latencies,
     /// Backing pages on every rank.
     pub map: Latencies,
     /// Taking memory away on every rank.
@@ -266,7 +273,17 @@ pub fn replay(
     let folder = Folder::make(&plan.runtime_dir)?;
     let caches = elastic_caches(plan, &served, plans, folder.path())?;
     let mut engine = Engine::new(&plan.trace.requests, &model_of, served, caches);
+    let mut growing = (plan.pace == Pace::Real).then(|| Growing::new(look_every(&plan.trace)));
+    let mut calls = CallTimes::default();
     let befall = |engine: &mut Engine<'_, ElasticCache>, next| {
+        // Told apart by now, so that what is kept of a call does not grow with the run.
+        for cache in engine.caches_mut() {
+            calls.add(&cache.take_calls());
+        }
+        if let Some(growing) = growing.as_mut().filter(|growing| growing.is_due(next)) {
+            let mapped_bytes = engine.caches().iter().map(KvCache::mapped_bytes).sum();
+            growing.look(next, mapped_bytes, processes(plan, engine.caches()));
+        }
         while let Some(fault) = faults.as_mut().and_then(|f| f.next_if(|f| f.at <= next)) {
             engine.caches_mut()[fault.model].befall(fault);
         }
@@ -287,15 +304,38 @@ pub fn replay(
         fixed,
         share_bytes,
         pages: PageTotals::default(),
-        calls: CallTimes::default(),
+        calls,
         checked: Checked::default(),
         ranks_divergent: 0,
         faults: plan.chaos.map(|_| Faults::default()),
+        growth: growing.and_then(|growing| growing.conclude(last_arrival(&plan.trace))),
     };
     for cache in caches {
         cache.conclude(&mut comparison)?;
     }
     Ok(comparison)
+}
+
+/// How often the processes of a replay by the clock are looked at: a hundred times, but no more
+/// often than a look of about a millisecond a process is nothing beside, and every few seconds.
+fn look_every(trace: &Trace) -> Duration {
+    let end = last_arrival(trace);
+    (end / 100).clamp(Duration::from_millis(50), Duration::from_secs(5))
+}
+
+fn last_arrival(trace: &Trace) -> Duration {
+    let last = trace.requests.last();
+    last.map_or(Duration::ZERO, |request| request.arrival)
+}
+
+/// Every process that takes part, by name and id.
+fn processes(plan: &Plan, caches: &[ElasticCache]) -> Vec<(String, u32)> {
+    let mut all = vec![("replay".to_owned(), std::process::id())];
+    for (index, (model, cache)) in plan.models.iter().zip(caches).enumerate() {
+        let named = |(rank, id)| (format!("{}#{index} {rank}", model.name), id);
+        all.extend(cache.processes().into_iter().map(named));
+    }
+    all
 }
 
 /// The faults of a plan, if there are to be any.
@@ -423,7 +463,7 @@ fn model_plans(plan: &Plan, served: &[ServedModel]) -> Result<Vec<ModelPlan>, Re
             })?;
         let pools = specs
             .into_iter()
-            .map(|spec| PoolPlan::new(spec, None))
+            .map(|spec| PoolPlan::new(spec, plan.reserve))
             .collect::<Result<_, _>>()
             .map_err(|source| ReplayError::Layout {
                 model: label(),
@@ -548,13 +588,18 @@ fn elastic_caches(
 impl CallTimes {
     fn add(&mut self, calls: &[Timed]) {
         for timed in calls {
+            let time = Duration::from_nanos(timed.ns);
             let times = match timed.call {
                 Call::Alloc => &mut self.alloc,
+                Call::AllocMapped => {
+                    self.alloc_mapped.record(time);
+                    &mut self.alloc
+                }
                 Call::Map => &mut self.map,
                 Call::Unmap => &mut self.unmap,
                 Call::Broadcast => &mut self.broadcast,
             };
-            times.record(Duration::from_nanos(timed.ns));
+            times.record(time);
         }
     }
 }

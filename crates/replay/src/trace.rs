@@ -148,6 +148,12 @@ impl Trace {
         })
     }
 
+    /// Drops the requests that arrive at `end` or after it; the first one stays.
+    pub fn end_at(&mut self, end: Duration) {
+        let before = self.requests.partition_point(|r| r.arrival < end);
+        self.requests.truncate(before.max(1));
+    }
+
     fn parse_any(bytes: &[u8]) -> Result<Self, Fault> {
         let text = match std::str::from_utf8(bytes) {
             Ok(text) => text,
@@ -326,6 +332,18 @@ mod tests {
             message(b"TIMESTAMP\nab\xffcd"),
             "t, line 2, column 3: expected UTF-8 text"
         );
+    }
+
+    #[test]
+    fn a_trace_that_ends_sooner_keeps_what_arrives_before() {
+        let text = "{\"timestamp\": 0, \"input_length\": 1, \"output_length\": 1}\n\
+                    {\"timestamp\": 59, \"input_length\": 2, \"output_length\": 1}\n\
+                    {\"timestamp\": 60, \"input_length\": 3, \"output_length\": 1}\n";
+        let mut trace = Trace::parse("t", text.as_bytes()).expect("a good trace");
+        trace.end_at(Duration::from_millis(60));
+        assert_eq!(trace.requests.len(), 2);
+        trace.end_at(Duration::ZERO);
+        assert_eq!(trace.requests.len(), 1, "never empty");
     }
 
     #[test]

@@ -31,6 +31,11 @@ impl AutonomousCache {
         }
     }
 
+    /// The ranks.
+    pub(crate) const fn crew(&self) -> &Crew {
+        &self.crew
+    }
+
     /// Every measured call of the first rank since this was last asked.
     pub(crate) fn take_calls(&mut self) -> Vec<Timed> {
         std::mem::take(&mut self.calls)

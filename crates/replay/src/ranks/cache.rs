@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvcached_integrations::{
     Background, ComposeError, DEFAULT_GRANULARITY, MappedPool, MapperConfig, Pool, PoolPolicy,
-    RunChoice, Scheduler, StartError, compose_over,
+    ReserveBounds, RunChoice, Scheduler, StartError, compose_over,
 };
 use kvcached_manager::AllocError;
 use kvcached_mapper::{
@@ -82,7 +82,7 @@ impl ModelPlan {
     pub(crate) fn of_setup(setup: &Setup) -> Result<Self, StartError> {
         let pools = setup.pools.iter().enumerate().map(|(index, pool)| {
             let (min, max) = pool.reserve;
-            PoolPlan::new(pool.spec(), Some(Reserve { min, max })).map_err(|source| {
+            PoolPlan::new(pool.spec(), Reserve { min, max }.into()).map_err(|source| {
                 StartError::Layout {
                     pool: pool_id(index),
                     source,
@@ -134,15 +134,10 @@ impl ModelPlan {
 }
 
 impl PoolPlan {
-    /// A pool, with the reserve that suits its pages if none is given: a few tens of MiB, since
-    /// idle memory is what others wait for.
-    pub(crate) fn new(spec: PoolSpec, reserve: Option<Reserve>) -> Result<Self, LayoutError> {
-        const RESERVE_BYTES: u64 = 32 << 20;
+    /// A pool with bounds of its reserve.
+    pub(crate) fn new(spec: PoolSpec, reserve: ReserveBounds) -> Result<Self, LayoutError> {
         let geometry = spec.resolve(DEFAULT_GRANULARITY)?;
-        let reserve = reserve.unwrap_or_else(|| {
-            let max = u32::try_from(RESERVE_BYTES / geometry.bundle_bytes()).unwrap_or(u32::MAX);
-            Reserve { min: max / 4, max }
-        });
+        let reserve = reserve.pages(&geometry);
         let block_bytes = bytes_per_block(&spec);
         Ok(Self {
             spec,
@@ -247,6 +242,11 @@ impl RankedCache {
     /// Ranks that were ever found to have other pages mapped than they should.
     pub(crate) const fn divergent(&self) -> &BTreeSet<Rank> {
         &self.divergent
+    }
+
+    /// The ranks in processes of their own.
+    pub(crate) const fn crew(&self) -> &Crew {
+        &self.crew
     }
 
     /// Every measured call since this was last asked.

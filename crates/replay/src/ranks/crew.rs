@@ -133,6 +133,13 @@ impl Crew {
         Some(member.process())
     }
 
+    /// Every rank and its process.
+    pub(crate) fn processes(&self) -> impl Iterator<Item = (Rank, Pid)> {
+        self.members
+            .iter()
+            .map(|member| (member.rank, member.process()))
+    }
+
     /// Has every rank that was struck take part again: a killed one as another process, which
     /// listens; a stopped one when its time has come. When the last of them was back.
     #[expect(

@@ -12,8 +12,10 @@ use serde::{Deserialize, Serialize};
 /// What took time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Call {
-    /// An allocation of blocks, whatever it caused.
+    /// An allocation of blocks for which nothing had to be mapped.
     Alloc,
+    /// One that waited for pages to be mapped.
+    AllocMapped,
     /// Backing pages, on every rank.
     Map,
     /// Taking memory away, on every rank.
@@ -35,6 +37,8 @@ pub(crate) struct Meters {
     calls: Mutex<Vec<Timed>>,
     /// How long the part in this process took, of the call under way.
     local_ns: AtomicU64,
+    /// Calls that map, since the start.
+    maps: AtomicU64,
 }
 
 /// Measures whole calls, as the page allocator sees them, and the other ranks' part of them.
@@ -76,8 +80,15 @@ impl Meters {
 
     /// Measures one allocation.
     pub(crate) fn alloc<R>(&self, call: impl FnOnce() -> R) -> R {
+        // One engine asks, and nothing maps behind its back.
+        let before = self.maps.load(Ordering::Relaxed);
         let (result, ns) = timed(call);
-        self.record(Call::Alloc, ns);
+        let has_mapped = self.maps.load(Ordering::Relaxed) > before;
+        let call = match has_mapped {
+            true => Call::AllocMapped,
+            false => Call::Alloc,
+        };
+        self.record(call, ns);
         result
     }
 
@@ -114,6 +125,7 @@ impl Whole {
 
 impl Mapper for Whole {
     fn map(&self, runs: &[PageRun]) -> Result<(), MapError> {
+        self.meters.maps.fetch_add(1, Ordering::Relaxed);
         self.measure(Call::Map, || self.inner.map(runs))
     }
 

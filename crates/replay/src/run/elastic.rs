@@ -1,7 +1,9 @@
 //! The elastic side of a replay: one cache for each model, whoever decides.
 
+use kvcached_mapper::Rank;
+
 use crate::chaos::Fault;
-use crate::ranks::{AutonomousCache, RankedCache};
+use crate::ranks::{AutonomousCache, RankedCache, Timed};
 use crate::{BlockId, Broken, CacheError, KvCache, ReplayError, Return, Want};
 
 use super::Comparison;
@@ -26,6 +28,26 @@ impl ElasticCache {
             Self::Led(cache) => &mut **cache,
             Self::Autonomous(cache) => &mut **cache,
         }
+    }
+
+    /// Every measured call since this was last asked.
+    pub(super) fn take_calls(&mut self) -> Vec<Timed> {
+        match self {
+            Self::Led(cache) => cache.take_calls(),
+            Self::Autonomous(cache) => cache.take_calls(),
+        }
+    }
+
+    /// Ranks in processes of their own, and the ids of those.
+    pub(super) fn processes(&self) -> Vec<(Rank, u32)> {
+        let crew = match self {
+            Self::Led(cache) => cache.crew(),
+            Self::Autonomous(cache) => cache.crew(),
+        };
+        let id = |id: i32| u32::try_from(id).unwrap_or_default();
+        crew.processes()
+            .map(|(rank, process)| (rank, id(process.as_raw())))
+            .collect()
     }
 
     /// A fault befalls this model.

@@ -28,7 +28,7 @@ fn parts() -> (ModelPlan, Arc<LocalMapper<Host>>, OwnPool) {
         capacity_bytes: 64 << 20,
     };
     let plan = ModelPlan {
-        pools: vec![PoolPlan::new(spec, None).expect("a layout")],
+        pools: vec![PoolPlan::new(spec, Reserve { min: 4, max: 16 }.into()).expect("a layout")],
         runs: RunChoice::default(),
         verify: true,
         memory_bytes: 64 << 20,
