@@ -13,7 +13,7 @@ use kvcached_mapper::{
     Cold, Extent, KvBuffers, Layout, LocalMapper, Mapper, PageId, PageRun, PageSize, PoolSpec,
 };
 use kvcached_page_alloc::{FullReason, PageAllocator, PageAllocatorConfig};
-use kvcached_vmm::{Budget, Capped, Cuda, Driver, VmmError, conformance};
+use kvcached_vmm::{Budget, Capped, Cuda, Driver, Recycler, RecyclerConfig, VmmError, conformance};
 
 use crate::ranks::{POOL, Place, WorkerProcess, scheduler};
 
@@ -56,6 +56,59 @@ fn pages_hold_what_was_written_in_every_layout_and_come_back_zero() {
             }
         }
     }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn memory_that_is_used_again_is_zero_for_another_pool() {
+    let cuda = gpu();
+    let granularity = cuda.properties().granularity;
+    let spec = PoolSpec {
+        layout: Layout::PerLayer,
+        layers: 2,
+        kv_buffers: KvBuffers::Two,
+        block_bytes: 128 << 10,
+        page_size: PageSize::Auto,
+        capacity_bytes: 1 << 30,
+    };
+    let geometry = spec.resolve(granularity).expect("a layout");
+    let recycler = Arc::new(Recycler::new(Arc::clone(&cuda), RecyclerConfig::default()));
+    let [one, other] = [(); 2].map(|()| {
+        let mapper = LocalMapper::new(Arc::clone(&cuda), geometry.clone(), Cold::Unbacked);
+        mapper.expect("addresses").with_recycler(&recycler)
+    });
+    let run = |first| PageRun::new(PageId(first), 2).expect("pages");
+    let words = |first| -> Vec<Extent> {
+        let extents = geometry.extents(run(first));
+        extents.map(|extent| Extent { len: 8, ..extent }).collect()
+    };
+    let read = |mapper: &LocalMapper<Cuda>, at| {
+        let mut found = [1; 8];
+        mapper.read(at, &mut found).expect("mapped");
+        u64::from_le_bytes(found)
+    };
+    one.map(&[run(0)]).expect("room");
+    let stamp = 0x5ec4e7_u64;
+    for at in words(0) {
+        one.write(at, &stamp.to_le_bytes()).expect("mapped");
+    }
+    one.unmap(&[run(0)]).expect("mapped");
+    let bytes = 2 * geometry.bundle_bytes();
+    assert_eq!(one.kept_bytes(), bytes);
+
+    other.map(&[run(0)]).expect("room");
+    for at in words(0) {
+        assert_eq!(read(&other, at), 0, "another pool");
+    }
+    // At another place of the same pool, with what was left in it.
+    one.map(&[run(6)]).expect("it is there");
+    assert_eq!(one.kept_bytes(), 0);
+    for at in words(6) {
+        assert_eq!(read(&one, at), stamp);
+    }
+    one.unmap(&[run(6)]).expect("mapped");
+    one.trim();
+    assert_eq!(recycler.kept_bytes(), 0);
 }
 
 fn pages_hold_what_was_written(layout: Layout, kv_buffers: KvBuffers, cold: Cold) {
