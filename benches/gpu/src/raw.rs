@@ -14,6 +14,9 @@ use crate::metered::{Asked, Calls, Metered};
 pub(crate) struct Raw<D: Driver> {
     driver: Arc<Metered<D>>,
     tensors: Vec<D::Range>,
+    /// Chunks that came free, with their lengths, if they are kept.
+    kept: Vec<(u64, D::Chunk)>,
+    keeps: bool,
 }
 
 /// Where a chunk lies.
@@ -29,8 +32,8 @@ pub(crate) struct Place {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Plan {
     places: Vec<Place>,
-    /// Were chunks created for it, or had the pool kept them?
-    creates: bool,
+    /// How many chunks were created for it; the others the pool had kept.
+    creates: usize,
 }
 
 /// Memory behind some places.
@@ -50,7 +53,7 @@ impl Plan {
         });
         Self {
             places: places.collect(),
-            creates: calls.of(Asked::Create).next().is_some(),
+            creates: calls.of(Asked::Create).count(),
         }
     }
 
@@ -66,6 +69,8 @@ impl<D: Driver> Raw<D> {
         let mut raw = Self {
             driver: Arc::clone(driver),
             tensors: Vec::new(),
+            kept: Vec::new(),
+            keeps: false,
         };
         for _ in 0..geometry.tensors() {
             let range = driver.inner().reserve(geometry.tensor_bytes())?;
@@ -74,46 +79,67 @@ impl<D: Driver> Raw<D> {
         Ok(raw)
     }
 
-    /// Creates, if the pool did, and maps what the plan says, all chunks first; and how many
-    /// microseconds that took.
-    pub(crate) fn back(&self, plan: &Plan) -> Outcome<(Backed<D::Chunk>, f64)> {
-        let driver = self.driver.inner();
-        let (chunks, creating) = timed(|| {
-            plan.places
-                .iter()
-                .map(|&place| Ok((place, driver.create(place.len)?)))
-                .collect::<Outcome<Vec<_>>>()
-        });
-        let chunks = chunks?;
-        let (mapped, mapping) = timed(|| {
-            chunks.iter().try_for_each(|(place, chunk)| {
-                let range = &self.tensors[place.tensor];
-                driver.map(range, place.offset, chunk, Access::ReadWrite)
-            })
-        });
-        mapped?;
-        let creating = if plan.creates { creating } else { 0.0 };
-        Ok((Backed(chunks), creating + mapping))
+    /// The same, which keeps chunks that come free, as a pool does.
+    pub(crate) fn keeping(mut self) -> Self {
+        self.keeps = true;
+        self
     }
 
-    /// Unmaps and destroys it all, and tells how many microseconds that took.
-    pub(crate) fn release(&self, backed: Backed<D::Chunk>) -> Outcome<f64> {
+    /// Maps what the plan says, and tells how many microseconds that took: creates as many chunks
+    /// as the pool did, the others being there, and then maps all.
+    pub(crate) fn back(&mut self, plan: &Plan) -> Outcome<(Backed<D::Chunk>, f64)> {
+        let there = plan.places.len().saturating_sub(plan.creates);
+        let mut chunks = Vec::with_capacity(plan.places.len());
+        for &place in &plan.places[..there] {
+            let chunk = match self.kept.iter().position(|&(len, _)| len == place.len) {
+                Some(found) => self.kept.remove(found).1,
+                None => self.driver.inner().create(place.len)?,
+            };
+            chunks.push((place, chunk));
+        }
         let driver = self.driver.inner();
+        let (result, micros) = timed(|| -> Outcome {
+            for &place in &plan.places[there..] {
+                chunks.push((place, driver.create(place.len)?));
+            }
+            for (place, chunk) in &chunks {
+                let range = &self.tensors[place.tensor];
+                driver.map(range, place.offset, chunk, Access::ReadWrite)?;
+            }
+            Ok(())
+        });
+        result.map(|()| (Backed(chunks), micros))
+    }
+
+    /// Unmaps it all, destroys what is not kept, and tells how many microseconds that took.
+    pub(crate) fn release(&mut self, backed: Backed<D::Chunk>) -> Outcome<f64> {
+        let driver = self.driver.inner();
+        let mut freed = Vec::with_capacity(backed.0.len());
         let (result, micros) = timed(|| -> Outcome {
             for (place, _) in &backed.0 {
                 driver.unmap(&self.tensors[place.tensor], place.offset, place.len)?;
             }
-            for (_, chunk) in backed.0 {
-                driver.destroy(chunk)?;
+            for (place, chunk) in backed.0 {
+                if self.keeps {
+                    freed.push((place.len, chunk));
+                } else {
+                    driver.destroy(chunk)?;
+                }
             }
             Ok(())
         });
+        self.kept.append(&mut freed);
         result.map(|()| micros)
     }
 }
 
 impl<D: Driver> Drop for Raw<D> {
     fn drop(&mut self) {
+        for (_, chunk) in self.kept.drain(..) {
+            if let Err(error) = self.driver.inner().destroy(chunk) {
+                eprintln!("a chunk of the floor is lost until the end: {error}");
+            }
+        }
         for range in self.tensors.drain(..) {
             if let Err(error) = self.driver.inner().release(range) {
                 eprintln!("addresses of the floor are lost until the end: {error}");

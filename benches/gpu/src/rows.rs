@@ -5,6 +5,7 @@ mod cold;
 mod create;
 mod grow;
 mod pinned;
+mod staggered;
 mod warm;
 
 pub(crate) use self::broadcast::spec as broadcast_spec;
@@ -13,16 +14,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcached_integrations::Pool;
-use kvcached_mapper::{Layout, PageSize};
+use kvcached_manager::{BlockManager, BlockSpace};
+use kvcached_mapper::{Cold, Layout, LocalMapper, PageSize, PoolSpec};
+use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
 use kvcached_vmm::Driver;
 
 use crate::Outcome;
 use crate::clock::{micros, now, rest};
 use crate::metered::Metered;
 use crate::report::Row;
-use crate::rows::cold::Cold;
+use crate::rows::cold::Prefill;
 use crate::rows::grow::Growth;
-use crate::shape::{NO_RESERVE, NOTHING_READY};
+use crate::shape::{self, NO_RESERVE, NOTHING_READY, Settings};
 
 /// What every group needs.
 #[derive(Debug)]
@@ -39,6 +42,13 @@ pub(crate) struct Selection(Vec<String>);
 /// The rows of one group so far, to which it adds.
 type Rows<'a> = &'a mut Vec<Row>;
 
+/// Runs that read as fast as any, however much is asked for.
+const RUNS_OF_32_MIB: Settings<'_> = &[("KVCACHED_BULK_RUN_BYTES", "32MiB")];
+/// Runs of which survivors pin little.
+const RUNS_OF_8_MIB: Settings<'_> = &[
+    ("KVCACHED_MAX_RUN_BYTES", "8MiB"),
+    ("KVCACHED_BULK_RUN_BYTES", "8MiB"),
+];
 /// A page of the earlier system: 64 blocks, 128 MiB.
 const WIDE_PAGE: PageSize = PageSize::Bytes(128 << 20);
 
@@ -55,6 +65,20 @@ impl<D: Driver> Bench<D> {
     /// So many samples, or next to none if it is only tried.
     fn samples(&self, count: usize) -> usize {
         if self.quick { count.min(3) } else { count }
+    }
+
+    /// A block manager over memory of the device, without an engine around it.
+    fn blocks_of(&self, spec: PoolSpec, settings: Settings<'_>) -> Outcome<BlockManager> {
+        let geometry = spec.resolve(self.driver.properties().granularity)?;
+        let driver = Arc::clone(&self.driver);
+        let mapper = LocalMapper::new(driver, geometry.clone(), Cold::Unbacked)?;
+        let config = PageAllocatorConfig {
+            runs: shape::config(settings)?.runs.policy(&geometry),
+            ..PageAllocatorConfig::new(geometry.pages(), geometry.bundle_bytes())
+        };
+        let pages = PageAllocator::new(config, Arc::new(mapper))?;
+        let space = BlockSpace::from(&geometry);
+        Ok(BlockManager::new(space, Arc::new(pages))?)
     }
 
     /// So many blocks, or fewer if it is only tried.
@@ -110,13 +134,23 @@ fn groups<D: Driver>() -> Vec<Group<D>> {
         ("warm", warm::alloc_and_free),
         ("available", warm::available),
         ("cold-16384-contiguous", |bench, rows| {
-            Cold::new(Layout::Contiguous, 16384, 12).measure(bench, rows)
+            Prefill::new(Layout::Contiguous, 16384, 12).measure(bench, rows)
+        }),
+        ("cold-16384-contiguous-32mib", |bench, rows| {
+            Prefill::new(Layout::Contiguous, 16384, 5)
+                .with("-32mib", RUNS_OF_32_MIB)
+                .measure(bench, rows)
+        }),
+        ("cold-16384-contiguous-8mib", |bench, rows| {
+            Prefill::new(Layout::Contiguous, 16384, 5)
+                .with("-8mib", RUNS_OF_8_MIB)
+                .measure(bench, rows)
         }),
         ("cold-4096-unified", |bench, rows| {
-            Cold::new(Layout::Unified, 4096, 8).measure(bench, rows)
+            Prefill::new(Layout::Unified, 4096, 8).measure(bench, rows)
         }),
         ("cold-4096-per-layer", |bench, rows| {
-            Cold::new(Layout::PerLayer, 4096, 8).measure(bench, rows)
+            Prefill::new(Layout::PerLayer, 4096, 8).measure(bench, rows)
         }),
         ("grow-1-contiguous", |bench, rows| {
             let growth = Growth::new("grow-1-contiguous", Layout::Contiguous, 1);
@@ -155,6 +189,7 @@ fn groups<D: Driver>() -> Vec<Group<D>> {
         ("broadcast-4", |bench, rows| broadcast::map(bench, 4, rows)),
         ("broadcast-8", |bench, rows| broadcast::map(bench, 8, rows)),
         ("pinned", pinned::survivors),
+        ("staggered-idle", staggered::idle),
     ]
 }
 

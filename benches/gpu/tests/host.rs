@@ -45,6 +45,7 @@ fn every_row_comes_about_with_all_its_samples_and_floors() {
         "empty-pool-bytes-contiguous",
         "broadcast-8",
         "pinned-16-single",
+        "staggered-idle",
     ] {
         assert!(
             !named(name)["samples"]

@@ -9,22 +9,35 @@ use crate::clock::timed;
 use crate::raw::{Plan, Raw};
 use crate::report::Row;
 use crate::rows::{Bench, Rows, settle};
-use crate::shape::{self, CAPACITY_BYTES, POOL};
+use crate::shape::{self, CAPACITY_BYTES, POOL, Settings};
 
 /// One such row.
 #[derive(Debug)]
-pub(crate) struct Cold {
+pub(crate) struct Prefill {
     layout: Layout,
     blocks: u32,
     samples: usize,
+    suffix: &'static str,
+    settings: Settings<'static>,
 }
 
-impl Cold {
+impl Prefill {
     pub(crate) const fn new(layout: Layout, blocks: u32, samples: usize) -> Self {
         Self {
             layout,
             blocks,
             samples,
+            suffix: "",
+            settings: &[],
+        }
+    }
+
+    /// The same in an engine with these variables set.
+    pub(crate) const fn with(self, suffix: &'static str, settings: Settings<'static>) -> Self {
+        Self {
+            suffix,
+            settings,
+            ..self
         }
     }
 
@@ -35,15 +48,17 @@ impl Cold {
             layout,
             blocks,
             samples,
+            suffix,
+            settings,
         } = self;
         let spec = shape::spec(layout, PageSize::Auto, CAPACITY_BYTES);
-        let engine = shape::engine(&bench.driver, spec, &[], Background::default())?;
+        let engine = shape::engine(&bench.driver, spec, settings, Background::default())?;
         let pool = engine.pool(POOL).ok_or("no pool")?;
-        let raw = Raw::new(&bench.driver, pool.geometry())?;
-        let name = format!("cold-{blocks}-{layout}");
+        let mut raw = Raw::new(&bench.driver, pool.geometry())?;
+        let name = format!("cold-{blocks}-{layout}{suffix}");
         let row = |part: &str, note: &str| {
             let (name, note) = (format!("{name}{part}"), format!("{layout}; {note}"));
-            Row::micros(name, note)
+            Row::micros(name, note).beside(format!("cold-{blocks}-{layout}{part}"))
         };
         let floor = "floor: create and map of the same chunks at the same places";
         let mut both = row("", &format!("an engine's alloc and free, {floor}"));

@@ -73,6 +73,7 @@ impl Growth {
         let pool = engine.pool(POOL).ok_or("no pool")?;
         let geometry = pool.geometry();
         let raw = Raw::new(&bench.driver, geometry)?;
+        let mut raw = if self.kept { raw.keeping() } else { raw };
         let a_page = geometry.max_blocks_per_page();
         // The null block's page is there: without the rest of it the next block needs a new one.
         let _rest = pool.alloc(a_page - 1)?;

@@ -13,8 +13,18 @@ const BLOCKS: u32 = 16384;
 const EVERY: [u32; 4] = [2, 4, 8, 16];
 
 /// The settings that are compared, with what names of rows end in.
-const POLICIES: [(&str, &str, Settings<'_>); 2] = [
+const POLICIES: [(&str, &str, Settings<'_>); 3] = [
     ("", "default lengths of runs", NO_RESERVE),
+    (
+        "-8mib",
+        "runs of at most 8 MiB",
+        &[
+            ("KVCACHED_MIN_RESERVED_PAGES", "0"),
+            ("KVCACHED_MAX_RESERVED_PAGES", "0"),
+            ("KVCACHED_MAX_RUN_BYTES", "8MiB"),
+            ("KVCACHED_BULK_RUN_BYTES", "8MiB"),
+        ],
+    ),
     (
         "-single",
         "runs of one page",

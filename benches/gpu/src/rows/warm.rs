@@ -1,67 +1,78 @@
 //! Blocks while memory is there: bookkeeping, and no driver call.
 
 use std::hint::black_box;
-use std::sync::Arc;
+use std::time::Duration;
 
 use kvcached_integrations::Background;
-use kvcached_manager::{BlockManager, BlockSpace};
-use kvcached_mapper::{Cold, Layout, LocalMapper, PageSize};
-use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig};
+use kvcached_mapper::{Layout, PageSize, PoolSpec};
 use kvcached_vmm::Driver;
 
 use crate::Outcome;
-use crate::clock::timed;
+use crate::clock::{now, timed};
 use crate::report::Row;
-use crate::rows::{Bench, Rows, settle};
+use crate::rows::{Bench, Rows};
 use crate::shape::{self, CAPACITY_BYTES, POOL};
 
+/// The pool of these rows.
+const WARM: PoolSpec = shape::spec(Layout::Contiguous, PageSize::Auto, CAPACITY_BYTES);
 /// Blocks of a call, and how often.
 const DEMANDS: [(u32, usize); 3] = [(1, 2000), (64, 2000), (256, 1000)];
 /// Calls that are not counted.
 const BEFORE: usize = 100;
+/// For how long they go on at least: a processor that was idle takes a while to run at its speed.
+const AWAKE: Duration = Duration::from_millis(50);
 /// Questions of one sample, which alone would be shorter than a look at the clock.
 const QUESTIONS: u32 = 1000;
 
 /// Allocates and frees blocks whose memory stays: by the block manager, and by a pool of an engine
 /// with its defaults.
 pub(crate) fn alloc_and_free<D: Driver>(bench: &Bench<D>, rows: Rows<'_>) -> Outcome {
-    let mut blocks = manager(bench)?;
+    let mut blocks = bench.blocks_of(WARM, &[])?;
     for (demand, count) in DEMANDS {
         let mut row = Row::micros(
             format!("warm-{demand}"),
-            "contiguous; the block manager's alloc and free of one call, memory there",
+            "contiguous; the block manager's alloc and free of one call into the same buffer, memory \
+             there",
         );
-        for sample in 0..bench.samples(count) + BEFORE {
+        let mut mine = Vec::new();
+        let begun = now();
+        for sample in 0.. {
             let (result, micros) = timed(|| -> Outcome {
-                let mine = blocks.alloc(demand)?;
-                Ok(blocks.free(black_box(&mine))?)
+                blocks.alloc_into(demand, &mut mine)?;
+                blocks.free(black_box(&mine))?;
+                mine.clear();
+                Ok(())
             });
             result?;
-            if sample >= BEFORE {
+            if row.samples.len() == bench.samples(count) {
+                break;
+            }
+            if sample >= BEFORE && begun.elapsed() > AWAKE {
                 row.push(micros);
             }
         }
         rows.push(row);
     }
-    let spec = shape::spec(Layout::Contiguous, PageSize::Auto, CAPACITY_BYTES);
-    let engine = shape::engine(&bench.driver, spec, &[], Background::default())?;
+    let engine = shape::engine(&bench.driver, WARM, &[], Background::default())?;
     let pool = engine.pool(POOL).ok_or("no pool")?;
     for (demand, count) in DEMANDS {
         let mut row = Row::micros(
             format!("warm-{demand}-pool"),
-            "contiguous; the same by an engine's pool with its defaults: lock, reserve and thread",
+            "contiguous; by an engine's pool with its defaults (lock, reserve and thread), a new \
+             list each time",
         )
         .beside(format!("warm-{demand}"));
-        for sample in 0..bench.samples(count) + BEFORE {
+        let begun = now();
+        for sample in 0.. {
             let (result, micros) = timed(|| -> Outcome {
                 let mine = pool.alloc(demand)?;
                 Ok(pool.free(black_box(&mine))?)
             });
             result?;
-            if sample == BEFORE {
-                settle(pool)?;
+            if row.samples.len() == bench.samples(count) {
+                break;
             }
-            if sample >= BEFORE {
+            if sample >= BEFORE && begun.elapsed() > AWAKE {
                 row.push(micros);
             }
         }
@@ -72,7 +83,7 @@ pub(crate) fn alloc_and_free<D: Driver>(bench: &Bench<D>, rows: Rows<'_>) -> Out
 
 /// How many blocks there are, as an engine asks before each step.
 pub(crate) fn available<D: Driver>(bench: &Bench<D>, rows: Rows<'_>) -> Outcome {
-    let mut blocks = manager(bench)?;
+    let mut blocks = bench.blocks_of(WARM, &[])?;
     let _mine = blocks.alloc(321)?;
     let mut row = Row::micros(
         "available",
@@ -89,17 +100,4 @@ pub(crate) fn available<D: Driver>(bench: &Bench<D>, rows: Rows<'_>) -> Outcome 
     }
     rows.push(row);
     Ok(())
-}
-
-/// A block manager over memory of the device.
-fn manager<D: Driver>(bench: &Bench<D>) -> Outcome<BlockManager> {
-    let spec = shape::spec(Layout::Contiguous, PageSize::Auto, CAPACITY_BYTES);
-    let geometry = spec.resolve(bench.driver.properties().granularity)?;
-    let mapper = LocalMapper::new(Arc::clone(&bench.driver), geometry.clone(), Cold::Unbacked)?;
-    let config = PageAllocatorConfig::new(geometry.pages(), geometry.bundle_bytes());
-    let pages = PageAllocator::new(config, Arc::new(mapper))?;
-    Ok(BlockManager::new(
-        BlockSpace::from(&geometry),
-        Arc::new(pages),
-    )?)
 }
