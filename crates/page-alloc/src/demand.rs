@@ -70,28 +70,26 @@ impl Demand {
         demand
     }
 
-    /// So many pages are in use now.
+    /// So many pages are in use now. On the path of every allocation, so that nothing is done while
+    /// they stay between what they were since the last tick.
     #[inline]
     pub(crate) fn observe(&mut self, used: u32) {
-        if used == self.used {
-            return;
-        }
         self.used = used;
         self.fewest = self.fewest.min(used);
         self.most = self.most.max(used);
-        // No reserve makes up for more than its upper bound, so more need not be forgotten either.
-        let bound = self.reserve.max;
-        let rose = self.rise.see((used - self.fewest).min(bound));
-        let fell = self.fall.see((self.most - used).min(bound));
-        if rose || fell {
+        let (rise, fall) = (used - self.fewest, self.most - used);
+        if rise > self.rise.now || fall > self.fall.now {
+            self.rise.now = self.rise.now.max(rise);
+            self.fall.now = self.fall.now.max(fall);
             self.settle();
         }
     }
 
     /// Some time has passed, always about as much.
     pub(crate) fn tick(&mut self) {
-        self.rise.tick();
-        self.fall.tick();
+        // No reserve makes up for more than its upper bound, so more need not be forgotten either.
+        self.rise.tick(self.reserve.max);
+        self.fall.tick(self.reserve.max);
         self.fewest = self.used;
         self.most = self.used;
         self.settle();
@@ -117,7 +115,7 @@ impl Demand {
 
     fn settle(&mut self) {
         let Reserve { min, max } = self.reserve;
-        let rise = self.rise.value();
+        let rise = self.rise.value().min(max);
         // So many come and go: they are warm in between, and mapping them while they are in use
         // would mean unmapping them when they are back.
         let swing = rise.min(self.fall.value());
@@ -135,17 +133,8 @@ impl Demand {
 }
 
 impl Peak {
-    /// Is it the largest value for now?
-    fn see(&mut self, value: u32) -> bool {
-        let larger = value > self.now;
-        if larger {
-            self.now = value;
-        }
-        larger
-    }
-
-    fn tick(&mut self) {
-        self.recent[self.oldest] = self.now;
+    fn tick(&mut self, bound: u32) {
+        self.recent[self.oldest] = self.now.min(bound);
         self.oldest = (self.oldest + 1) % WINDOW;
         self.now = 0;
         let largest = self.recent.iter().copied().max().unwrap_or(0);

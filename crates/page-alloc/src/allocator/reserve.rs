@@ -141,13 +141,18 @@ impl Books {
         let idle = |wanted: Wanted| {
             wanted.pages > 0 && self.table.has_idle_run(wanted.most, Idle::Retired)
         };
-        if idle(self.excess()) || self.may_ask() && self.table.has_idle_run(0, Idle::InFlight) {
-            return true;
+        let excess = self.excess();
+        if excess.pages > 0 {
+            return idle(excess) || !self.in_flight && self.table.has_idle_run(0, Idle::InFlight);
         }
-        self.demand.reserve().max > 0
-            && (idle(self.above())
-                || idle(self.surplus())
-                || self.missing() > 0 && self.table.count(PageState::Cold) > 0)
+        let Band { low, high, .. } = self.demand.band();
+        if self.demand.reserve().max == 0 || (low..=high).contains(&self.warm()) {
+            // As on the path of most allocations.
+            return false;
+        }
+        idle(self.above())
+            || idle(self.surplus())
+            || self.missing() > 0 && self.table.count(PageState::Cold) > 0
     }
 
     /// Pages above the limit.
