@@ -64,7 +64,7 @@ impl<D: Driver> Bench<D> {
 
     /// So many samples, or next to none if it is only tried.
     fn samples(&self, count: usize) -> usize {
-        if self.quick { count.min(3) } else { count }
+        if self.quick { count.min(2) } else { count }
     }
 
     /// A block manager over memory of the device, without an engine around it.
