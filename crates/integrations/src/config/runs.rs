@@ -83,7 +83,7 @@ impl RunChoice {
 }
 
 /// 32 MiB of an extent, which read as fast as any; 128 MiB from 1 GiB on, which map three times as
-/// fast; quarters of smaller growth where a run is one chunk; and sixteenths, mostly single pages, for
+/// fast; eighths of smaller growth where a run is one chunk; and sixteenths, mostly single pages, for
 /// the next 4 GiB once the device was full.
 impl Default for RunChoice {
     fn default() -> Self {
@@ -91,7 +91,7 @@ impl Default for RunChoice {
             longest: RunLength::Bytes(32 << 20),
             bulk: RunLength::Bytes(128 << 20),
             bulk_from_bytes: 1 << 30,
-            growth_chunks: NonZeroU32::new(4).expect("four"),
+            growth_chunks: NonZeroU32::new(8).expect("eight"),
             short_runs: NonZeroU32::new(16).expect("sixteen"),
             calm_bytes: 4 << 30,
         }

@@ -285,10 +285,10 @@ fn a_run_has_1_to_64_pages() {
     let policy = RunChoice::default().policy(&geometry(2 << 20));
     assert_eq!((policy.longest.get(), policy.bulk.get()), (16, 64));
     assert_eq!((policy.bulk_from.get(), policy.calm), (512, 2048));
-    assert_eq!((policy.share.get(), policy.share_when_short.get()), (4, 16));
+    assert_eq!((policy.share.get(), policy.share_when_short.get()), (8, 16));
     // Four tensors: a run takes four chunks, and a page four times the memory.
     let policy = RunChoice::default().policy(&geometry_of(Layout::PerLayer, 2 << 20));
-    assert_eq!((policy.longest.get(), policy.share.get()), (16, 1));
+    assert_eq!((policy.longest.get(), policy.share.get()), (16, 2));
     assert_eq!((policy.bulk_from.get(), policy.calm), (128, 512));
     let policy = RunChoice::default().policy(&geometry(8 << 30));
     assert_eq!((policy.longest.get(), policy.bulk.get()), (1, 1));

@@ -31,7 +31,7 @@ pub struct Variable {
 /// | `KVCACHED_MAX_RUN_BYTES` | a size such as 32MiB, and not together with KVCACHED_MAX_RUN_PAGES | 32MiB |
 /// | `KVCACHED_BULK_RUN_BYTES` | a size such as 128MiB, at least KVCACHED_MAX_RUN_BYTES | 128MiB, or the longest run if that is set |
 /// | `KVCACHED_BULK_FROM_BYTES` | a size such as 1GiB | 1GiB |
-/// | `KVCACHED_GROWTH_CHUNKS` | 1 to 64 | 4 |
+/// | `KVCACHED_GROWTH_CHUNKS` | 1 to 64 | 8 |
 /// | `KVCACHED_CALM_BYTES` | a size such as 4GiB, or 0 | 4GiB |
 /// | `KVCACHED_CHUNK_POOL_BYTES` | a size such as 256MiB, or 0 | 256MiB |
 /// | `KVCACHED_CHUNK_POOL_IDLE` | a number of seconds from 0.001 to 86400 | 0.5 |
@@ -120,7 +120,7 @@ pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "KVCACHED_GROWTH_CHUNKS",
         allowed: "1 to 64",
-        default: "4",
+        default: "8",
         meaning: "chunks that growth takes at least, if it is by so many pages: more are slower to \
                   map, and what survives pins less memory",
     },

@@ -104,6 +104,7 @@ impl KvCache for Cache {
     }
 
     fn step_end(&mut self) -> Result<(), Broken> {
+        self.pages.tick();
         while self.pages.replenish().map_err(Broken::new)?.more {}
         Ok(())
     }

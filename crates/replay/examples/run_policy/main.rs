@@ -50,7 +50,7 @@ fn policies() -> Vec<(&'static str, RunChoice)> {
     let short = |runs, calm_bytes| RunChoice {
         short_runs: number(runs),
         calm_bytes,
-        ..in_pieces(4)
+        ..in_pieces(8)
     };
     vec![
         (
@@ -63,10 +63,10 @@ fn policies() -> Vec<(&'static str, RunChoice)> {
         ("32 MiB, halves", in_pieces(2)),
         ("32 MiB, quarters", in_pieces(4)),
         ("32 MiB, eighths", in_pieces(8)),
-        ("quarters, 16 runs for 1 GiB if short", short(16, GIB)),
-        ("quarters, 16 runs for 4 GiB if short", short(16, 4 * GIB)),
-        ("quarters, 16 runs for 16 GiB if short", short(16, 16 * GIB)),
-        ("quarters, 64 runs for 4 GiB if short", short(64, 4 * GIB)),
+        ("eighths, 16 runs for 1 GiB if short", short(16, GIB)),
+        ("eighths, 16 runs for 4 GiB if short", short(16, 4 * GIB)),
+        ("eighths, 16 runs for 16 GiB if short", short(16, 16 * GIB)),
+        ("eighths, 64 runs for 4 GiB if short", short(64, 4 * GIB)),
         ("**the default**", RunChoice::default()),
     ]
 }
