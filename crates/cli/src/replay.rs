@@ -24,6 +24,9 @@ const USAGE: u8 = 2;
 /// Exit status after Ctrl-C, as shells give it.
 const INTERRUPTED: u8 = 130;
 
+/// Blocks kept for later requests where the workload is made for it.
+const STAGGERED_CACHED_BLOCKS: u32 = 1_000;
+
 /// How long a rank may take to answer at most, where ranks are stalled on purpose.
 const CHAOS_IPC_TIMEOUT: Duration = Duration::from_millis(300);
 
@@ -97,6 +100,11 @@ pub(crate) struct ReplayArguments {
     /// Only the requests of the first N minutes, so that a replay by the clock takes about as long
     #[arg(long, value_name = "N", value_parser = parse_minutes)]
     max_minutes: Option<Duration>,
+
+    /// Blocks of shared prefixes that each model keeps for later requests when none runs that has
+    /// them [default: 1000 with --workload staggered, else 0]
+    #[arg(long, value_name = "N")]
+    cached_blocks: Option<u32>,
 
     /// Seed of the built-in workload, and of the rule that assigns requests to models
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -312,6 +320,10 @@ fn plan(arguments: &ReplayArguments, config: &Config) -> Result<Plan, Failure> {
         device: arguments.driver,
         cold: config.cold,
         runs: config.runs,
+        cached_blocks: arguments.cached_blocks.unwrap_or(match arguments.workload {
+            BuiltIn::Staggered => STAGGERED_CACHED_BLOCKS,
+            _ => 0,
+        }),
         reserve: config.reserve,
         verify,
         pace: match arguments.time {

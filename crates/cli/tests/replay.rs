@@ -190,6 +190,12 @@ fn every_built_in_workload_is_served() {
         ];
         let report = report(&[&arguments[..], &["--driver", "mock"]].concat());
         assert_eq!(number(&report, "/completed"), 40.0, "{workload}");
+        let idle = report.pointer("/idle/over_packed").and_then(Value::as_f64);
+        assert_eq!(idle.is_some(), workload == "staggered", "{report}");
+        assert!(
+            idle.is_none_or(|idle| (1.0..4.0).contains(&idle)),
+            "{idle:?}"
+        );
         let found = report.pointer("/config/trace").and_then(Value::as_str);
         assert!(
             found.is_some_and(|found| found.starts_with("built-in")),

@@ -238,6 +238,13 @@ impl Pool {
         self.geometry.page_of(block.0)
     }
 
+    /// The first page of the run whose memory goes back with a block's. See
+    /// [`BlockManager::run_of`].
+    #[must_use]
+    pub fn run_of(&self, block: BlockId) -> Option<PageId> {
+        self.blocks().run_of(block)
+    }
+
     /// Puts a limit in force. Does not wait for an allocation that is under way.
     ///
     /// # Errors

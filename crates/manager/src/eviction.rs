@@ -103,6 +103,15 @@ impl EvictionQueue {
         self.change(page, |page| page.held += 1);
     }
 
+    /// Somebody uses a block again that is here. `false`: it is not.
+    pub fn hold_again(&mut self, block: BlockId) -> bool {
+        let Some(&Block { page, .. }) = self.blocks.get(&block) else {
+            return false;
+        };
+        self.hold(block, page);
+        true
+    }
+
     /// Nobody uses `block` any more: it is the youngest of the idle ones. Nothing, if it is not here
     /// or idle already.
     pub fn rest(&mut self, block: BlockId) {
@@ -245,7 +254,10 @@ mod tests {
             for op in ops {
                 match op {
                     Op::Hold(block) => {
-                        queue.hold(BlockId(block), PageId(block / per_page));
+                        if !queue.hold_again(BlockId(block)) {
+                            prop_assert!(model.iter().all(|k| k.block != block));
+                            queue.hold(BlockId(block), PageId(block / per_page));
+                        }
                         let was_reused =
                             take(&mut model, block).is_some_and(|k| k.was_reused || k.is_idle);
                         model.push(Known { block, is_idle: false, was_reused, passed: 0 });

@@ -11,7 +11,7 @@ mod fixed;
 use std::{error::Error, fmt};
 
 use kvcached_manager::BlockId;
-use kvcached_mapper::PoolId;
+use kvcached_mapper::{PageId, PoolId};
 use thiserror::Error;
 
 pub use elastic::{ElasticModel, ElasticPool, SharedMemory};
@@ -88,6 +88,18 @@ pub trait KvCache: fmt::Debug {
 
     /// Bytes on each rank in blocks that are handed out, padding not counted.
     fn held_bytes(&self) -> u64;
+
+    /// A name for the memory that can go only together with that of `block`, which is handed out:
+    /// what to clear if blocks are evicted. By itself, every block is on its own.
+    fn goes_with(&self, pool: PoolId, block: BlockId) -> PageId {
+        let _ = pool;
+        PageId(block.0)
+    }
+
+    /// Does what other models give back help this one?
+    fn shares_memory(&self) -> bool {
+        true
+    }
 }
 
 /// Blocks that one owner needs from one pool.
@@ -303,6 +315,15 @@ pub(crate) mod tests {
 
         fn held_bytes(&self) -> u64 {
             self.inner.held_bytes()
+        }
+
+        fn goes_with(&self, pool: PoolId, block: BlockId) -> PageId {
+            assert!(self.owners.contains_key(&(pool, block)), "it is handed out");
+            self.inner.goes_with(pool, block)
+        }
+
+        fn shares_memory(&self) -> bool {
+            self.inner.shares_memory()
         }
     }
 

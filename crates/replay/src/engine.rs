@@ -50,7 +50,7 @@ mod prefix;
 mod sequence;
 mod serving;
 
-use std::{num::NonZeroU32, time::Duration};
+use std::{iter, num::NonZeroU32, time::Duration};
 
 use kvcached_mapper::PoolId;
 
@@ -192,6 +192,30 @@ impl<'a, C: KvCache> Engine<'a, C> {
             rejected: 0,
             meter,
         }
+    }
+
+    /// Has each model keep up to `blocks` blocks of prefixes that no running request shares, for
+    /// later ones; 0, as it is otherwise, keeps none. What is kept is evicted when somebody would find
+    /// the cache full: of the model that asks first, and of the others if that helps.
+    pub fn keep_prefixes(&mut self, blocks: u32) {
+        for serving in &mut self.serving {
+            if let Some(prefixes) = &mut serving.prefixes {
+                prefixes.keep(blocks);
+            }
+        }
+    }
+
+    /// Gives back every prefix that was kept for later requests.
+    ///
+    /// # Errors
+    /// If a cache is broken, or a block's content is not what it should be.
+    pub fn drop_prefixes(&mut self) -> Result<(), Broken> {
+        for model in 0..self.serving.len() {
+            let mut released = Vec::new();
+            self.serving[model].evict_all(&mut released);
+            self.take_back(model, &released)?;
+        }
+        Ok(())
     }
 
     /// When something happens next, in virtual time since the first request; `None` when every
@@ -396,10 +420,48 @@ impl<'a, C: KvCache> Engine<'a, C> {
             Err(CacheError::Full) => {}
             other => return other,
         }
-        for cache in &mut self.caches {
-            cache.trim()?;
+        loop {
+            for cache in &mut self.caches {
+                cache.trim()?;
+            }
+            match self.caches[model].alloc(wants, out) {
+                Err(CacheError::Full) => {}
+                other => return other,
+            }
+            if !self.evict_for(model, wants)? {
+                return Err(CacheError::Full);
+            }
         }
-        self.caches[model].alloc(wants, out)
+    }
+
+    /// Evicts prefixes that are kept for later, of about as many blocks as are wanted. `false`: there
+    /// are none, or none that would help.
+    fn evict_for(&mut self, model: usize, wants: &[Want]) -> Result<bool, Broken> {
+        let shares = self.caches[model].shares_memory();
+        let others = (0..self.serving.len()).filter(|&other| shares && other != model);
+        let wanted: usize = wants.iter().map(|want| want.blocks as usize).sum();
+        let mut left = wanted.max(1);
+        let mut has_evicted = false;
+        for victim in iter::once(model).chain(others) {
+            let mut released = Vec::new();
+            while left > 0
+                && let Some(prefixes) = &mut self.serving[victim].prefixes
+                && prefixes.evict(&mut released)
+            {
+                let last = released.last().map_or(0, |one| one.blocks.len());
+                left = left.saturating_sub(last);
+            }
+            if released.is_empty() {
+                continue;
+            }
+            has_evicted = true;
+            self.take_back(victim, &released)?;
+            if victim != model {
+                // It may not be in a step, whose end would settle this.
+                self.caches[victim].step_end()?;
+            }
+        }
+        Ok(has_evicted)
     }
 
     fn take_back(&mut self, model: usize, released: &[Released]) -> Result<(), Broken> {

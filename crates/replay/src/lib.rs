@@ -75,10 +75,12 @@ pub use ranks::{
     with_causes,
 };
 pub use report::{
-    ChaosReport, ConfigReport, LatencyReport, ModelReport, RecoveryReport, Report, SCHEMA,
-    SideReport, TtftReport, VerifyReport,
+    ChaosReport, ConfigReport, IdleReport, LatencyReport, ModelReport, RecoveryReport, Report,
+    SCHEMA, SideReport, TtftReport, VerifyReport,
 };
-pub use run::{CallTimes, Comparison, Pace, Plan, ReplayError, ReplayTopology, Side, replay};
+pub use run::{
+    CallTimes, Comparison, IdleUse, Pace, Plan, ReplayError, ReplayTopology, Side, replay,
+};
 pub use series::{MAX_POINTS, Sample, Series};
 pub use service::ServiceTimes;
 pub use trace::{

@@ -7,7 +7,7 @@ use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Chaos, Comparison, Faults, Growth, Latency, MemoryUse, Outcome, PageTotals, Plan,
+    Chaos, Comparison, Faults, Growth, IdleUse, Latency, MemoryUse, Outcome, PageTotals, Plan,
     ProcessFigures, Served, Stats,
 };
 
@@ -47,6 +47,9 @@ pub struct Report {
     /// What was done to the ranks on the way, if anything was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chaos: Option<ChaosReport>,
+    /// What was left when the last request was done, if prefixes are kept for later requests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle: Option<IdleReport>,
     /// How the processes of the elastic side grew, after a replay by the clock.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub growth: Option<Growth>,
@@ -158,6 +161,19 @@ pub struct VerifyReport {
     pub corrupted: u64,
 }
 
+/// Memory that is backed while nothing runs, after a trim; all models together.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct IdleReport {
+    /// Backed.
+    pub backed_bytes: u64,
+    /// What would do for the kept blocks and the null blocks, if they were packed.
+    pub packed_bytes: u64,
+    /// In blocks that are kept.
+    pub cached_bytes: u64,
+    /// Backed over packed.
+    pub over_packed: f64,
+}
+
 /// What was done to the ranks, and how the elastic pool got over it.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ChaosReport {
@@ -211,6 +227,7 @@ impl Report {
             checked,
             ranks_divergent,
             faults,
+            idle,
             growth,
         } = comparison;
         let models =
@@ -262,6 +279,7 @@ impl Report {
                 .chaos
                 .zip(faults.as_ref())
                 .map(|(chaos, faults)| ChaosReport::new(chaos, faults, &elastic.total)),
+            idle: idle.map(IdleReport::new),
             growth: growth.clone(),
         }
     }
@@ -337,7 +355,7 @@ impl Report {
             "{} requests ({}) on {}\n{} ranks each, {}, {}, {} per rank ({} each if split), {}\n\
              {sides}\n{calls}\n\
              pages: {} mapped in {} runs, {} unmapped; blocks checked: {}, corrupted: {}; \
-             ranks divergent: {}{}{}",
+             ranks divergent: {}{}{}{}",
             self.requests,
             config.trace,
             models.join(", "),
@@ -354,7 +372,30 @@ impl Report {
             self.verify.corrupted,
             self.ranks_divergent,
             self.chaos.map(|chaos| chaos.summary()).unwrap_or_default(),
+            self.idle.map(|idle| idle.summary()).unwrap_or_default(),
             self.growth.as_ref().map(growth_table).unwrap_or_default(),
+        )
+    }
+}
+
+impl IdleReport {
+    #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+    fn new(idle: IdleUse) -> Self {
+        Self {
+            backed_bytes: idle.backed_bytes,
+            packed_bytes: idle.packed_bytes,
+            cached_bytes: idle.cached_bytes,
+            over_packed: idle.backed_bytes as f64 / idle.packed_bytes.max(1) as f64,
+        }
+    }
+
+    /// A line for people, after what stands before it.
+    fn summary(&self) -> String {
+        format!(
+            "\nidle at the end: {} backed for {} of kept prefixes, {:.2} times what would do",
+            mebibytes(self.backed_bytes),
+            mebibytes(self.cached_bytes),
+            self.over_packed,
         )
     }
 }

@@ -61,6 +61,8 @@ pub struct Plan {
     pub cold: Cold,
     /// How many pages are backed together.
     pub runs: RunChoice,
+    /// Blocks of shared prefixes that each model keeps when nobody uses them, for later requests.
+    pub cached_blocks: u32,
     /// Between which bounds the warm pages of each pool follow the demand.
     pub reserve: ReserveBounds,
     /// Does the oracle stamp and check every block?
@@ -129,8 +131,22 @@ pub struct Comparison {
     pub ranks_divergent: u32,
     /// What the faults of [`Plan::chaos`] came to.
     pub faults: Option<Faults>,
+    /// What was left when the last request was done, if prefixes are kept.
+    pub idle: Option<IdleUse>,
     /// How the processes of the elastic side grew, if it ran by the clock for long enough.
     pub growth: Option<Growth>,
+}
+
+/// Memory that the elastic pool backs while nothing runs, after a trim. Bytes of one rank, all models
+/// together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IdleUse {
+    /// Backed.
+    pub backed_bytes: u64,
+    /// What would do: as many pages as the kept blocks and the null blocks need if they are packed.
+    pub packed_bytes: u64,
+    /// In blocks that are kept.
+    pub cached_bytes: u64,
 }
 
 /// Times of calls, of all models.
@@ -263,6 +279,7 @@ pub fn replay(
         .map(|model| model.static_share(share_bytes))
         .collect();
     let mut engine = Engine::new(&plan.trace.requests, &model_of, served.clone(), caches);
+    engine.keep_prefixes(plan.cached_blocks);
     let undisturbed = |_: &mut Engine<'_, FixedSplit>, _| {};
     drive(&mut engine, Pace::Virtual, stop, undisturbed, |p| {
         progress(Side::Static, p);
@@ -273,6 +290,7 @@ pub fn replay(
     let folder = Folder::make(&plan.runtime_dir)?;
     let caches = elastic_caches(plan, &served, plans, folder.path())?;
     let mut engine = Engine::new(&plan.trace.requests, &model_of, served, caches);
+    engine.keep_prefixes(plan.cached_blocks);
     let mut growing = (plan.pace == Pace::Real).then(|| Growing::new(look_every(&plan.trace)));
     let mut calls = CallTimes::default();
     let befall = |engine: &mut Engine<'_, ElasticCache>, next| {
@@ -291,6 +309,10 @@ pub fn replay(
     drive(&mut engine, plan.pace, stop, befall, |p| {
         progress(Side::Elastic, p);
     })?;
+    let idle = match plan.cached_blocks {
+        0 => None,
+        _ => Some(idle_use(plan, &mut engine)?),
+    };
     let (mut elastic, caches) = engine.finish();
     let end = fixed.end.max(elastic.end);
     for outcome in [&mut fixed, &mut elastic] {
@@ -308,12 +330,35 @@ pub fn replay(
         checked: Checked::default(),
         ranks_divergent: 0,
         faults: plan.chaos.map(|_| Faults::default()),
+        idle,
         growth: growing.and_then(|growing| growing.conclude(last_arrival(&plan.trace))),
     };
     for cache in caches {
         cache.conclude(&mut comparison)?;
     }
     Ok(comparison)
+}
+
+/// What is backed now that nothing runs; then gives back what was kept.
+fn idle_use(plan: &Plan, engine: &mut Engine<'_, ElasticCache>) -> Result<IdleUse, ReplayError> {
+    let mut look = || {
+        for cache in engine.caches_mut() {
+            cache.trim()?;
+        }
+        let sum = |of: fn(&ElasticCache) -> u64| engine.caches().iter().map(of).sum();
+        let idle = IdleUse {
+            backed_bytes: sum(ElasticCache::mapped_bytes),
+            packed_bytes: sum(ElasticCache::packed_bytes),
+            cached_bytes: sum(ElasticCache::held_bytes),
+        };
+        engine.drop_prefixes()?;
+        Ok(idle)
+    };
+    look().map_err(|source| ReplayError::Broken {
+        done: u32::try_from(plan.trace.requests.len()).unwrap_or(u32::MAX),
+        requests: u32::try_from(plan.trace.requests.len()).unwrap_or(u32::MAX),
+        source,
+    })
 }
 
 /// How often the processes of a replay by the clock are looked at: a hundred times, but no more

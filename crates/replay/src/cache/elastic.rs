@@ -9,6 +9,8 @@ use std::{
     },
 };
 
+use kvcached_mapper::{PageId, PoolId};
+
 use super::{BlockId, Broken, CacheError, KvCache, Return, Want, pool_index};
 
 /// Memory of one rank that several models share.
@@ -164,6 +166,10 @@ impl KvCache for ElasticModel {
 
     fn mapped_bytes(&self) -> u64 {
         self.pools.iter().map(Pool::mapped_bytes).sum()
+    }
+
+    fn goes_with(&self, pool: PoolId, block: BlockId) -> PageId {
+        PageId(block.0 / self.pools[pool_index(pool)].shape.blocks_per_page)
     }
 
     fn held_bytes(&self) -> u64 {

@@ -97,6 +97,10 @@ impl KvCache for FixedSplit {
     fn held_bytes(&self) -> u64 {
         self.used_bytes
     }
+
+    fn shares_memory(&self) -> bool {
+        false
+    }
 }
 
 #[cfg(test)]

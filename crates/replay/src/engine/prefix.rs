@@ -1,9 +1,10 @@
-//! Prefixes that running requests of one model share: the blocks of 512 tokens that several
-//! prompts begin with are held once, as long as one of them runs.
+//! Prefixes that requests of one model share: the blocks of 512 tokens that several prompts begin with
+//! are held once, as long as one of them runs, and beyond that as far as a bounded cache goes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvcached_mapper::PoolId;
+use kvcached_manager::EvictionQueue;
+use kvcached_mapper::{PageId, PoolId};
 
 use super::Released;
 use crate::{BlockId, Holder, Owner, PREFIX_TOKENS, Want};
@@ -17,13 +18,18 @@ pub(super) struct Prefixes {
     blocks_per_prefix: u32,
     nodes: BTreeMap<u64, Node>,
     created: u32,
+    /// Blocks of prefixes that nobody holds are kept up to so many.
+    most_idle: usize,
+    queue: EvictionQueue,
+    /// Whose block it is, of all nodes.
+    node_of: BTreeMap<BlockId, u64>,
 }
 
 /// 512 tokens of a prompt, and by their hash id all tokens before them.
 #[derive(Debug)]
 struct Node {
     generation: u32,
-    /// Running requests that hold it; never zero.
+    /// Running requests that hold it; zero if it is kept for later ones.
     holders: u32,
     /// Tokens that are computed, from the first on.
     computed_tokens: u32,
@@ -31,12 +37,21 @@ struct Node {
 }
 
 impl Prefixes {
-    pub(super) const fn new(block_tokens: u32) -> Self {
+    pub(super) fn new(block_tokens: u32) -> Self {
         Self {
             blocks_per_prefix: PREFIX_TOKENS / block_tokens,
             nodes: BTreeMap::new(),
             created: 0,
+            most_idle: 0,
+            queue: EvictionQueue::new(0),
+            node_of: BTreeMap::new(),
         }
+    }
+
+    /// Keeps so many blocks of prefixes that nobody holds.
+    pub(super) fn keep(&mut self, blocks: u32) {
+        self.most_idle = blocks as usize;
+        self.queue = EvictionQueue::new(blocks);
     }
 
     /// What has to be handed out so that every prefix of `ids` is there.
@@ -59,8 +74,30 @@ impl Prefixes {
             .collect()
     }
 
-    /// One more request holds every prefix of `ids`. `blocks` are those handed out for `wants`.
-    pub(super) fn hold(&mut self, ids: &[u64], wants: &[Want], blocks: &[BlockId]) {
+    /// One more request holds those prefixes of `ids` that are there, so that nobody evicts them.
+    pub(super) fn hold_present(&mut self, ids: &[u64]) {
+        for id in ids {
+            let Some(node) = self.nodes.get_mut(id) else {
+                continue;
+            };
+            node.holders += 1;
+            if node.holders == 1 {
+                for &block in &node.blocks {
+                    self.queue.hold_again(block);
+                }
+            }
+        }
+    }
+
+    /// Puts the prefixes of `wants` there, with the `blocks` handed out for them; `goes_with` names
+    /// what the memory of a block goes with. Each is held as often as it is in `ids`.
+    pub(super) fn create(
+        &mut self,
+        ids: &[u64],
+        wants: &[Want],
+        blocks: &[BlockId],
+        goes_with: impl Fn(BlockId) -> PageId,
+    ) {
         let mut rest = blocks;
         for want in wants {
             let Holder::Prefix(id) = want.owner.holder else {
@@ -68,41 +105,63 @@ impl Prefixes {
             };
             let (mine, others) = rest.split_at(want.blocks as usize);
             rest = others;
+            let holders = ids.iter().filter(|&&other| other == id).count();
+            for &block in mine {
+                self.queue.hold(block, goes_with(block));
+                self.node_of.insert(block, id);
+            }
             let node = Node {
                 generation: want.owner.generation,
-                holders: 0,
+                holders: u32::try_from(holders).unwrap_or(u32::MAX),
                 computed_tokens: 0,
                 blocks: mine.to_vec(),
             };
             self.nodes.insert(id, node);
             self.created = self.created.wrapping_add(1);
         }
-        for id in ids {
-            self.node_mut(*id).holders += 1;
-        }
     }
 
-    /// One request less holds the prefixes of `ids`; those that nobody holds any more are
-    /// released.
+    /// One request less holds those prefixes of `ids` that are there; those that nobody holds any
+    /// more are kept, or released if that is too many.
     pub(super) fn let_go(&mut self, ids: &[u64], released: &mut Vec<Released>) {
-        for &id in ids {
-            let node = self.node_mut(id);
-            node.holders -= 1;
-            if node.holders > 0 {
+        for id in ids {
+            let Some(node) = self.nodes.get_mut(id) else {
                 continue;
-            }
-            if let Some(node) = self.nodes.remove(&id) {
-                let owner = Owner {
-                    holder: Holder::Prefix(id),
-                    generation: node.generation,
-                };
-                released.push(Released {
-                    pool: TOKENS,
-                    owner,
-                    blocks: node.blocks,
-                });
+            };
+            node.holders -= 1;
+            if node.holders == 0 {
+                // The last block is of no use without those before it: it goes first.
+                for &block in node.blocks.iter().rev() {
+                    self.queue.rest(block);
+                }
             }
         }
+        while self.queue.idle() > self.most_idle && self.evict(released) {}
+    }
+
+    /// Releases one prefix that nobody holds. `false`: there is none.
+    pub(super) fn evict(&mut self, released: &mut Vec<Released>) -> bool {
+        let Some(block) = self.queue.evict() else {
+            return false;
+        };
+        let id = self.node_of[&block];
+        let Some(node) = self.nodes.remove(&id) else {
+            return false;
+        };
+        for block in &node.blocks {
+            self.queue.forget(*block);
+            self.node_of.remove(block);
+        }
+        let owner = Owner {
+            holder: Holder::Prefix(id),
+            generation: node.generation,
+        };
+        released.push(Released {
+            pool: TOKENS,
+            owner,
+            blocks: node.blocks,
+        });
+        true
     }
 
     /// Tokens of prefix `id` that are computed.

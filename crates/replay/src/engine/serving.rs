@@ -21,7 +21,7 @@ pub(super) struct Serving {
     losses: u64,
     /// `None` for a model that cannot share prefixes: its blocks do not divide 512 tokens, or it
     /// keeps a state for each request, which no block of tokens stands for.
-    prefixes: Option<Prefixes>,
+    pub(super) prefixes: Option<Prefixes>,
     pub(super) prefilled_tokens: u64,
     pub(super) reused_tokens: u64,
 }
@@ -81,6 +81,13 @@ impl Serving {
 
     pub(super) fn running_count(&self) -> u32 {
         u32::try_from(self.running.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Releases every prefix that nobody holds.
+    pub(super) fn evict_all(&mut self, released: &mut Vec<Released>) {
+        while let Some(prefixes) = &mut self.prefixes
+            && prefixes.evict(released)
+        {}
     }
 
     /// Nobody holds a prefix any more.
@@ -265,17 +272,27 @@ impl<'a, C: KvCache> Engine<'a, C> {
             return Ok(None);
         };
         let ids = self.shareable(model, request);
-        let mut wants = match &self.serving[model].prefixes {
-            Some(prefixes) => prefixes.wants(ids),
+        let mut wants = match &mut self.serving[model].prefixes {
+            Some(prefixes) => {
+                prefixes.hold_present(ids);
+                prefixes.wants(ids)
+            }
             None => Vec::new(),
         };
         let prefix_wants = wants.len();
         wants.extend(self.private_wants(model, request, ids.len()));
         let mut blocks = Vec::new();
-        match self.hand_out(model, &wants, &mut blocks) {
-            Ok(()) => {}
-            Err(CacheError::Full) => return Ok(None),
-            Err(other) => return Err(other),
+        if let Err(error) = self.hand_out(model, &wants, &mut blocks) {
+            let mut released = Vec::new();
+            if let Some(prefixes) = &mut self.serving[model].prefixes {
+                prefixes.let_go(ids, &mut released);
+            }
+            // What the step found lost is dropped with everything else.
+            if let CacheError::Full = error {
+                self.take_back(model, &released)?;
+                return Ok(None);
+            }
+            return Err(error);
         }
         let (prefix_wants, private_wants) = wants.split_at(prefix_wants);
         let prefix_blocks = prefix_wants.iter().map(|want| want.blocks as usize).sum();
@@ -291,7 +308,9 @@ impl<'a, C: KvCache> Engine<'a, C> {
         sequence.keep(private_wants, private_blocks);
         let serving = &mut self.serving[model];
         if let Some(prefixes) = &mut serving.prefixes {
-            prefixes.hold(ids, prefix_wants, prefix_blocks);
+            let cache = &self.caches[model];
+            let goes_with = |block| cache.goes_with(PoolId(0), block);
+            prefixes.create(ids, prefix_wants, prefix_blocks, goes_with);
         }
         serving.waiting.pop_front();
         serving.running.push(request);
@@ -368,6 +387,7 @@ impl<'a, C: KvCache> Engine<'a, C> {
             sequence.computed_tokens = 0;
             self.serving[model].waiting.push_front(request);
         }
+        self.serving[model].evict_all(&mut released);
         if !released.is_empty() {
             self.freed += 1;
             let returns: Vec<Return<'_>> = released.iter().map(Released::returned).collect();

@@ -99,8 +99,10 @@ proptest! {
     fn every_request_completes_or_never_fitted_and_every_block_comes_back(
         (requests, model_of) in requests(),
         memory_blocks in 2_u64..120,
+        cached_blocks in prop::sample::select(vec![0, 8, 30, 1_000]),
     ) {
         let mut engine = engine(&requests, &model_of, elastic(memory_blocks * BLOCK_BYTES));
+        engine.keep_prefixes(cached_blocks);
         let mut before = Duration::ZERO;
         while let Some(next) = engine.next_event_time() {
             prop_assert!(next >= before, "time never runs backwards");
@@ -108,6 +110,9 @@ proptest! {
             engine.advance().expect("never broken");
             prop_assert!(engine.caches().iter().all(Checked::is_settled), "a step ends with step_end");
         }
+        let kept: u64 = engine.caches().iter().map(|cache| cache.blocks() as u64).sum();
+        prop_assert!(kept <= 2 * u64::from(cached_blocks) && kept <= memory_blocks);
+        engine.drop_prefixes().expect("never broken");
         prop_assert!(engine.serving.iter().all(Serving::holds_no_prefix));
         let (outcome, caches) = engine.finish();
         prop_assert!(caches.iter().all(|cache| cache.blocks() == 0 && cache.held_bytes() == 0));
@@ -206,6 +211,39 @@ fn a_shared_prefix_is_held_once_and_computed_once() {
     assert_eq!(alone.prefilled_tokens, 576);
     assert_eq!(all.prefilled_tokens, 576 + 2 * 64);
     assert_eq!(all.reused_tokens, 2 * 512);
+}
+
+#[test]
+fn a_prefix_that_is_kept_is_not_computed_again_until_others_need_its_memory() {
+    let request = |at_s, prefix: u64| Request {
+        arrival: Duration::from_secs(at_s),
+        input_tokens: PREFIX_TOKENS + 64,
+        output_tokens: 64,
+        prefix: vec![prefix, 1_000 + at_s],
+        model: None,
+    };
+    let requests = [
+        request(0, 7),
+        request(100, 7),
+        request(200, 8),
+        request(300, 7),
+    ];
+    let reused = |cached_blocks, memory_blocks: u64| {
+        let memory = elastic(memory_blocks * BLOCK_BYTES);
+        let mut engine = engine(&requests, &[0; 4], memory);
+        engine.keep_prefixes(cached_blocks);
+        engine.run().expect("never broken");
+        engine.drop_prefixes().expect("never broken");
+        let (outcome, caches) = engine.finish();
+        assert_eq!((outcome.total.completed, caches[0].blocks()), (4, 0));
+        outcome.total.reused_tokens
+    };
+    assert_eq!(reused(0, 100), 0, "nothing is kept");
+    assert_eq!(reused(16, 100), 2 * 512, "both prefixes are kept");
+    // Of 8 blocks each, one fits into the cache; the one that was used again is worth more.
+    assert_eq!(reused(8, 100), 2 * 512);
+    // A request takes 10 blocks: the other prefix has to go while it runs.
+    assert_eq!(reused(16, 12), 512);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A model whose every rank runs a scheduler of its own: all are asked the same, and must answer
 //! the same.
 
-use kvcached_mapper::Rank;
+use kvcached_mapper::{PageId, PoolId, Rank};
 
 use super::cache::ModelPlan;
 use super::crew::{Crew, CrewError};
@@ -29,6 +29,11 @@ impl AutonomousCache {
             held_bytes: 0,
             calls: Vec::new(),
         }
+    }
+
+    /// Bytes of the pages that would do for what is handed out.
+    pub(crate) fn packed_bytes(&self) -> u64 {
+        self.plan.packed_bytes(self.held_bytes)
     }
 
     /// The ranks.
@@ -147,5 +152,10 @@ impl KvCache for AutonomousCache {
 
     fn held_bytes(&self) -> u64 {
         self.held_bytes
+    }
+
+    fn goes_with(&self, pool: PoolId, block: BlockId) -> PageId {
+        // Which runs there are is known to the ranks only.
+        self.plan.page_of(pool, block)
     }
 }

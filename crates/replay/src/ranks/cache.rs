@@ -13,7 +13,7 @@ use kvcached_integrations::{
 };
 use kvcached_manager::AllocError;
 use kvcached_mapper::{
-    Geometry, LayoutError, MapError, Mapper, PoolId, PoolSpec, Rank, RankMapper,
+    Geometry, LayoutError, MapError, Mapper, PageId, PoolId, PoolSpec, Rank, RankMapper,
 };
 use kvcached_page_alloc::Reserve;
 use kvcached_tp_ipc::Deadline;
@@ -29,6 +29,10 @@ use crate::{BlockId, Broken, CacheError, FixedSplit, KvCache, Return, Want, byte
 
 /// How often the mapped sets of all ranks are compared, in steps of the model.
 const COMPARE_EVERY: u64 = 512;
+
+/// How often time passes for the demand that a reserve follows, in steps of the model: about ten
+/// times a second. With every step, prompts that come once a second find no reserve any more.
+const TICK_EVERY: u64 = 4;
 
 /// How often, in turmoil, blocks are asked for again after every rank was said to be whole.
 const ATTEMPTS: u32 = 5;
@@ -126,6 +130,24 @@ impl ModelPlan {
     pub(crate) fn static_share(&self, share_bytes: u64) -> FixedSplit {
         let block_bytes: Vec<u64> = self.pools.iter().map(|pool| pool.block_bytes).collect();
         FixedSplit::new(share_bytes, &block_bytes)
+    }
+
+    /// The page that a block lies on.
+    pub(crate) fn page_of(&self, pool: PoolId, block: BlockId) -> PageId {
+        let page = self.pools[usize::from(pool.0)].geometry.page_of(block.0);
+        page.expect("a block that is handed out lies on a page")
+    }
+
+    /// Bytes of the pages that would do for blocks of so many bytes and the null blocks, if they
+    /// were packed. Of models with several pools only the null blocks', since what their requests
+    /// hold is not kept for others.
+    pub(crate) fn packed_bytes(&self, held_bytes: u64) -> u64 {
+        let [pool] = self.pools.as_slice() else {
+            return self.least_bytes();
+        };
+        let blocks = held_bytes / pool.block_bytes + 1;
+        let pages = blocks.div_ceil(u64::from(pool.geometry.max_blocks_per_page()));
+        pages * pool.geometry.bundle_bytes()
     }
 
     pub(crate) fn block_bytes(&self, pool: PoolId, blocks: u64) -> u64 {
@@ -242,6 +264,11 @@ impl RankedCache {
     /// Ranks that were ever found to have other pages mapped than they should.
     pub(crate) const fn divergent(&self) -> &BTreeSet<Rank> {
         &self.divergent
+    }
+
+    /// Bytes of the pages that would do for what is handed out.
+    pub(crate) fn packed_bytes(&self) -> u64 {
+        self.plan.packed_bytes(self.held_bytes)
     }
 
     /// The ranks in processes of their own.
@@ -475,9 +502,11 @@ impl KvCache for RankedCache {
     fn step_end(&mut self) -> Result<(), Broken> {
         self.recover_if_struck()?;
         self.send_stamps()?;
+        let ticks = self.steps.is_multiple_of(TICK_EVERY);
         self.tend(|pool| {
-            // Time passes by steps here, for the demand as for everything else.
-            pool.tick();
+            if ticks {
+                pool.tick();
+            }
             while pool.replenish()?.more {}
             Ok(())
         })?;
@@ -499,6 +528,11 @@ impl KvCache for RankedCache {
 
     fn held_bytes(&self) -> u64 {
         self.held_bytes
+    }
+
+    fn goes_with(&self, pool: PoolId, block: BlockId) -> PageId {
+        let run = pool_of(&self.scheduler, pool).run_of(block);
+        run.expect("a block that is handed out is backed")
     }
 }
 

@@ -1,6 +1,6 @@
 //! The elastic side of a replay: one cache for each model, whoever decides.
 
-use kvcached_mapper::Rank;
+use kvcached_mapper::{PageId, PoolId, Rank};
 
 use crate::chaos::Fault;
 use crate::ranks::{AutonomousCache, RankedCache, Timed};
@@ -27,6 +27,14 @@ impl ElasticCache {
         match self {
             Self::Led(cache) => &mut **cache,
             Self::Autonomous(cache) => &mut **cache,
+        }
+    }
+
+    /// Bytes of the pages that would do for what is handed out.
+    pub(super) fn packed_bytes(&self) -> u64 {
+        match self {
+            Self::Led(cache) => cache.packed_bytes(),
+            Self::Autonomous(cache) => cache.packed_bytes(),
         }
     }
 
@@ -130,5 +138,9 @@ impl KvCache for ElasticCache {
 
     fn held_bytes(&self) -> u64 {
         self.cache().held_bytes()
+    }
+
+    fn goes_with(&self, pool: PoolId, block: BlockId) -> PageId {
+        self.cache().goes_with(pool, block)
     }
 }
