@@ -2,8 +2,10 @@
 //! and the comparison.
 
 mod elastic;
+mod error;
+mod folder;
 
-use std::fs;
+use std::fmt;
 use std::iter::Peekable;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -11,15 +13,15 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use std::{fmt, io};
 
-use kvcached_integrations::{ByteSize, MapperConfig, ReserveBounds, RunChoice, StartError};
-use kvcached_mapper::{Cold, Epochs, Layout, LayoutError, PageSize, Rank};
-use kvcached_tp_ipc::{InstanceName, NameError, RuntimeDir, RuntimeDirError, Topology};
-use kvcached_vmm::{Budget, BudgetError, RecyclerConfig};
-use thiserror::Error;
+use kvcached_integrations::{MapperConfig, ReserveBounds, RunChoice};
+use kvcached_mapper::{Cold, Epochs, Layout, PageSize, Rank};
+use kvcached_tp_ipc::{InstanceName, RuntimeDir, Topology};
+use kvcached_vmm::{Budget, RecyclerConfig};
 
 use self::elastic::ElasticCache;
+pub use self::error::ReplayError;
+use self::folder::Folder;
 use crate::chaos::Schedule;
 use crate::growth::Growing;
 use crate::ranks::{
@@ -27,9 +29,8 @@ use crate::ranks::{
     RankedCache, Setup, Timed, open_pools, pool_id, pool_tag,
 };
 use crate::{
-    Assign, Broken, Chaos, CrewError, Device, Engine, Faults, FixedSplit, Growth, KvCache,
-    Latencies, Model, Outcome, Placement, PlacementError, Progress, RankError, RankProgram,
-    ServedModel, Trace,
+    Assign, Chaos, Device, Engine, Faults, FixedSplit, Growth, KvCache, Latencies, Model, Outcome,
+    Placement, Progress, RankProgram, ServedModel, Trace,
 };
 
 /// Everything that decides what a replay does.
@@ -162,92 +163,6 @@ pub struct CallTimes {
     pub unmap: Latencies,
     /// The part of mapping and unmapping that was spent on ranks in other processes.
     pub broadcast: Latencies,
-}
-
-/// Why a replay has no result.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum ReplayError {
-    /// A plan that makes no sense.
-    #[error("{0}")]
-    Plan(&'static str),
-    /// A model that cannot be laid out like that.
-    #[error("{model}: {source}")]
-    Placement {
-        /// Its label.
-        model: String,
-        /// Why.
-        source: PlacementError,
-    },
-    /// A model whose pages do not fit.
-    #[error("{model}: {source}")]
-    Layout {
-        /// Its label.
-        model: String,
-        /// Why.
-        source: LayoutError,
-    },
-    /// Pools that cannot be started.
-    #[error("{model}: {source}")]
-    Start {
-        /// Label of the model.
-        model: String,
-        /// Why.
-        source: Box<StartError>,
-    },
-    /// The rank in this process.
-    #[error("rank 0, in this process: {0}")]
-    Own(#[from] RankError),
-    /// A rank in another process.
-    #[error(transparent)]
-    Crew(#[from] CrewError),
-    /// A cache that could not go on.
-    #[error("after {done} of {requests} requests: {source}")]
-    Broken {
-        /// Requests done by then.
-        done: u32,
-        /// Requests of the trace.
-        requests: u32,
-        /// What broke.
-        source: Broken,
-    },
-    /// Pages of one model's null blocks alone fill the memory.
-    #[error(
-        "{} per rank is too little: the first pages of all pools alone need {}",
-        ByteSize(*memory_bytes),
-        ByteSize(*needed_bytes)
-    )]
-    TooLittleMemory {
-        /// What each rank has.
-        memory_bytes: u64,
-        /// What it needs before the first request.
-        needed_bytes: u64,
-    },
-    /// No folder for the sockets.
-    #[error("cannot make a folder for the ranks in {path}: {source}", path = path.display())]
-    Folder {
-        /// Where.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// No folder that nobody else can reach into.
-    #[error(transparent)]
-    RuntimeDir(#[from] RuntimeDirError),
-    /// No budget.
-    #[error(transparent)]
-    Budget(#[from] BudgetError),
-    /// A name that is none.
-    #[error(transparent)]
-    Name(#[from] NameError),
-    /// Somebody asked it to stop.
-    #[error("interrupted after {done} of {requests} requests")]
-    Interrupted {
-        /// Requests done by then.
-        done: u32,
-        /// Requests of the trace.
-        requests: u32,
-    },
 }
 
 /// Runs both sides. `progress` is told now and then how far it is; `stop` ends it early.
@@ -645,40 +560,6 @@ impl CallTimes {
                 Call::Broadcast => &mut self.broadcast,
             };
             times.record(time);
-        }
-    }
-}
-
-/// A folder of the replay's own, gone when it is dropped.
-#[derive(Debug)]
-struct Folder(PathBuf);
-
-impl Folder {
-    fn make(runtime_dir: &Path) -> Result<Self, ReplayError> {
-        let parent = RuntimeDir::open(runtime_dir)?;
-        let path = parent.path().join(format!("replay-{}", std::process::id()));
-        let failed = |source| ReplayError::Folder {
-            path: path.clone(),
-            source,
-        };
-        // What a process of the same number left behind long ago.
-        match fs::remove_dir_all(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
-            _ => {}
-        }
-        RuntimeDir::open(&path)?;
-        Ok(Self(path))
-    }
-
-    fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
-            tracing::warn!(folder = %self.0.display(), %error, "a folder was left behind");
         }
     }
 }
