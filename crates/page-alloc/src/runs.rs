@@ -326,6 +326,18 @@ impl Runs {
         }
     }
 
+    /// The same for adjacent pages, at once.
+    pub(crate) fn put_stretch(&mut self, pages: Range<u32>, after: After) {
+        let mut at = pages.start;
+        while at < pages.end {
+            let slot = self.slot_of[at as usize];
+            let Slot { first, count, .. } = self.slots[slot as usize];
+            let end = pages.end.min(first + u32::from(count));
+            self.put_back(slot, low_bits(end - at) << (at - first), after);
+            at = end;
+        }
+    }
+
     fn put_back(&mut self, slot: u32, idle: u64, after: After) {
         // A run with a used page waits for no epoch, so this does not change where it is.
         let entry = &mut self.slots[slot as usize];
@@ -572,7 +584,16 @@ mod tests {
                                 back.push(used.swap_remove(index.index(used.len())));
                             }
                         }
-                        runs.put_pages(&back, after);
+                        // Every other time in order, so that there are stretches.
+                        if back.len() % 2 == 0 {
+                            back.sort_unstable();
+                        }
+                        match PageId::stretch(&back) {
+                            many if many > 1 && many == back.len() => {
+                                runs.put_stretch(back[0].0..back[many - 1].0 + 1, after);
+                            }
+                            _ => runs.put_pages(&back, after),
+                        }
                         for (run, (idle, freed)) in &mut model.runs {
                             let mut own = back.iter().filter(|page| run.contains(**page)).peekable();
                             if own.peek().is_some() {

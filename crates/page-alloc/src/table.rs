@@ -273,6 +273,10 @@ impl PageTable {
             }
             let last = stretch[stretch.len() - 1].0;
             self.set_state(first.0..last + 1, PageState::Used, PageState::Warm);
+            if stretch.len() == pages.len() {
+                self.runs.put_stretch(first.0..last + 1, after);
+                return Ok(());
+            }
             left = rest;
         }
         self.runs.put_pages(pages, after);
