@@ -29,7 +29,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand, ValueEnum};
 use kvcached_vmm::{Cuda, Driver, Host, HostConfig};
 
-use crate::report::{Document, Machine};
+use crate::report::{Document, Machine, Row};
 use crate::rows::{Bench, Selection};
 
 /// Whatever went wrong, for a person to read.
@@ -53,6 +53,10 @@ struct Arguments {
     /// Rows of another system, in the format of --json, to stand beside ours
     #[arg(long, value_name = "FILE")]
     beside: Option<PathBuf>,
+
+    /// Measure nothing, but print the table of a file that --json wrote
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "only", "quick"])]
+    show: Option<PathBuf>,
 
     /// Where the memory is; with `host` the figures mean nothing, the program is only tried
     #[arg(long, value_enum, default_value_t = Place::Cuda)]
@@ -105,6 +109,13 @@ fn main() -> ExitCode {
 
 /// Tells whether every row came about.
 fn run(arguments: &Arguments) -> Outcome<bool> {
+    if let Some(file) = &arguments.show {
+        print!(
+            "{}",
+            table::table(&Document::read(file)?, &beside(arguments)?)
+        );
+        return Ok(true);
+    }
     match arguments.driver {
         Place::Cuda => {
             let cuda = Cuda::new(arguments.device)?;
@@ -123,10 +134,7 @@ fn run_on<D: Driver>(arguments: &Arguments, driver: D, device: &str) -> Outcome<
         rank::serve(rank, driver)?;
         return Ok(true);
     }
-    let beside = match &arguments.beside {
-        Some(file) => Document::read(file)?.rows,
-        None => Vec::new(),
-    };
+    let beside = beside(arguments)?;
     let memory_bytes = driver.memory()?.total;
     let bench = Bench::new(driver, arguments.quick, rank_arguments(arguments));
     let rows = rows::measure(&bench, &Selection::new(&arguments.only));
@@ -139,6 +147,14 @@ fn run_on<D: Driver>(arguments: &Arguments, driver: D, device: &str) -> Outcome<
     }
     print!("{}", table::table(&document, &beside));
     Ok(document.rows.iter().all(|row| row.error.is_none()))
+}
+
+/// The rows of another system, if there are any.
+fn beside(arguments: &Arguments) -> Outcome<Vec<Row>> {
+    match &arguments.beside {
+        Some(file) => Ok(Document::read(file)?.rows),
+        None => Ok(Vec::new()),
+    }
 }
 
 /// How this program is started again as a rank on the same device.

@@ -6,12 +6,15 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-fn bench(arguments: &[&str]) -> Output {
+fn bench_program(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_kvcached-bench-gpu"))
-        .args(["--driver", "host", "--quick"])
         .args(arguments)
         .output()
         .expect("the program was built")
+}
+
+fn bench(arguments: &[&str]) -> Output {
+    bench_program(&[&["--driver", "host", "--quick"], arguments].concat())
 }
 
 fn read(file: &Path) -> Value {
@@ -94,4 +97,8 @@ fn another_systems_rows_stand_beside_ours() {
         ["ratio", "1", "1", "1", "1", "1.00", "16", "16.0"]
     );
     assert!(!table.contains("| warm"), "{table}");
+
+    let shown = bench_program(&["--show", other]);
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(shown.contains("| pinned-16 | ratio | "), "{shown}");
 }
