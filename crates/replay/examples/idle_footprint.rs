@@ -32,11 +32,16 @@ impl Mapper for Nothing {
     }
 }
 
-fn run(blocks_per_page: u32, max_run: u32, seed: u64, window: u32) -> Footprint {
+/// Runs of up to `longest` pages, and of no more than `1 / share` of the demand.
+fn run(blocks_per_page: u32, (longest, share): (u32, u32), seed: u64, window: u32) -> Footprint {
+    let number = |number| NonZeroU32::new(number).expect("not zero");
     const PAGE: u64 = 2 << 20;
     let pages = 4_096 / blocks_per_page + 1;
     let config = PageAllocatorConfig {
-        runs: RunPolicy::up_to(NonZeroU32::new(max_run).expect("not zero")),
+        runs: RunPolicy {
+            share: number(share),
+            ..RunPolicy::up_to(number(longest))
+        },
         ..PageAllocatorConfig::new(pages, PAGE)
     };
     let allocator = PageAllocator::new(config, Arc::new(Nothing)).expect("a good configuration");
@@ -50,18 +55,23 @@ fn run(blocks_per_page: u32, max_run: u32, seed: u64, window: u32) -> Footprint 
 }
 
 fn main() {
-    println!("blocks a page | pages a run | window | over floor, seeds 0 to 7 | mean | hit rate");
+    println!(
+        "blocks a page | pages a run | share | window | over floor, seeds 0 to 7 | mean | hit rate"
+    );
     for blocks_per_page in [2, 16, 64] {
-        for max_run in [1, 4, 16] {
-            for window in [0, 500, 1_000] {
+        // The third is what a contiguous pool of an 8B model has by default.
+        for runs in [(1, 1), (16, 1), (16, 8)] {
+            for window in [0, 1_000] {
                 let all: Vec<Footprint> = (0..8)
-                    .map(|seed| run(blocks_per_page, max_run, seed, window))
+                    .map(|seed| run(blocks_per_page, runs, seed, window))
                     .collect();
                 let ratios: Vec<f64> = all.iter().map(Footprint::over_floor).collect();
                 let list: Vec<String> = ratios.iter().map(|ratio| format!("{ratio:.2}")).collect();
                 let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / 8.0;
                 println!(
-                    "{blocks_per_page:13} | {max_run:11} | {window:6} | {} | {:.3} | {:.4}",
+                    "{blocks_per_page:13} | {:11} | 1/{:<3} | {window:6} | {} | {:.3} | {:.4}",
+                    runs.0,
+                    runs.1,
                     list.join(" "),
                     mean(&mut ratios.into_iter()),
                     mean(&mut all.iter().map(Footprint::hit_rate)),

@@ -296,7 +296,11 @@ mod tests {
         const PAGE: u64 = 2 << 20;
         let pages = 4_096 / blocks_per_page;
         let config = PageAllocatorConfig {
-            runs: RunPolicy::up_to(NonZeroU32::MIN),
+            // As a contiguous pool of an 8B model has by default.
+            runs: RunPolicy {
+                share: NonZeroU32::new(8).unwrap(),
+                ..RunPolicy::up_to(NonZeroU32::new(16).unwrap())
+            },
             ..PageAllocatorConfig::new(pages, PAGE)
         };
         let allocator = PageAllocator::new(config, Arc::new(Nothing)).unwrap();
