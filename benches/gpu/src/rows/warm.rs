@@ -17,6 +17,8 @@ use crate::shape::{self, CAPACITY_BYTES, POOL};
 const WARM: PoolSpec = shape::spec(Layout::Contiguous, PageSize::Auto, CAPACITY_BYTES);
 /// Blocks of a call, and how often.
 const DEMANDS: [(u32, usize); 3] = [(1, 2000), (64, 2000), (256, 1000)];
+/// Blocks whose memory is there from before, in the long runs of growth by so many.
+const PREFILL: u32 = 2048;
 /// Calls that are not counted.
 const BEFORE: usize = 100;
 /// For how long they go on at least: a processor that was idle takes a while to run at its speed.
@@ -28,11 +30,13 @@ const QUESTIONS: u32 = 1000;
 /// with its defaults.
 pub(crate) fn alloc_and_free<D: Driver>(bench: &Bench<D>, rows: Rows<'_>) -> Outcome {
     let mut blocks = bench.blocks_of(WARM, &[])?;
+    let prefill = blocks.alloc(PREFILL)?;
+    blocks.free(&prefill)?;
     for (demand, count) in DEMANDS {
         let mut row = Row::micros(
             format!("warm-{demand}"),
             "contiguous; the block manager's alloc and free of one call into the same buffer, memory \
-             there",
+             of a prefill there",
         );
         let mut mine = Vec::new();
         let begun = now();
