@@ -29,7 +29,8 @@ pub struct PageAllocatorConfig {
     pub run_chunks: NonZeroU32,
     /// Who gives back what is above the limit once it is free.
     pub unmapping: Unmapping,
-    /// Whose turn it is at the device; the same value for all pools that one thread looks after.
+    /// Whose turn it is at the device; the same value for all pools that one thread looks after. By
+    /// default nobody gives way.
     pub turns: Turns,
 }
 
@@ -74,7 +75,7 @@ impl PageAllocatorConfig {
             floor_bytes: 0,
             run_chunks: NonZeroU32::MIN,
             unmapping: Unmapping::InCall,
-            turns: Turns::new(),
+            turns: Turns::default(),
         }
     }
 

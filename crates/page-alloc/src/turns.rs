@@ -9,11 +9,13 @@ use std::sync::Arc;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Shared by all pools of one device and by whoever keeps their reserves; a clone is the same one.
+/// By default nobody counts and nobody gives way, which is right for a pool that nobody looks after
+/// from another thread.
 ///
 /// An allocation that has to map does so on its own thread: handing the call over to another would
 /// cost two wake-ups, of 5 to 10 µs each, beside the 50 µs of the call.
 #[derive(Debug, Clone, Default)]
-pub struct Turns(Arc<Shared>);
+pub struct Turns(Option<Arc<Shared>>);
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -33,13 +35,13 @@ struct Counts {
 
 /// A demand that is at the mapper, or waits there for its turn.
 #[derive(Debug)]
-pub(crate) struct Turn<'a>(&'a Turns);
+pub(crate) struct Turn<'a>(Option<&'a Shared>);
 
 impl Turns {
     /// Turns that nobody shares yet.
     #[must_use]
     pub fn new() -> Self {
-        Self::default()
+        Self(Some(Arc::default()))
     }
 
     /// Waits until as many demands are back from the mapper as had gone there by now: for as long as
@@ -50,15 +52,15 @@ impl Turns {
     /// are [`trim`](crate::PageAllocator::trim) and [`set_limit`](crate::PageAllocator::set_limit),
     /// which give way between their steps.
     pub fn give_way(&self) {
-        let mut counts = self.counts();
+        let Some(shared) = &self.0 else { return };
+        let mut counts = shared.counts();
         let begun = counts.begun;
         if counts.ended >= begun {
             return;
         }
         counts.giving_way += 1;
         while counts.ended < begun {
-            counts = self
-                .0
+            counts = shared
                 .ended
                 .wait(counts)
                 .expect("nobody panics while counting");
@@ -69,27 +71,33 @@ impl Turns {
     /// How many demands are at the mapper right now.
     #[must_use]
     pub fn waiting(&self) -> u64 {
-        let counts = self.counts();
+        let Some(shared) = &self.0 else { return 0 };
+        let counts = shared.counts();
         counts.begun - counts.ended
     }
 
     /// A demand goes to the mapper.
     pub(crate) fn demand(&self) -> Turn<'_> {
-        self.counts().begun += 1;
-        Turn(self)
+        if let Some(shared) = &self.0 {
+            shared.counts().begun += 1;
+        }
+        Turn(self.0.as_deref())
     }
+}
 
+impl Shared {
     fn counts(&self) -> MutexGuard<'_, Counts> {
-        self.0.counts.lock().expect("nobody panics while counting")
+        self.counts.lock().expect("nobody panics while counting")
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let mut counts = self.0.counts();
+        let Some(shared) = self.0 else { return };
+        let mut counts = shared.counts();
         counts.ended += 1;
         if counts.giving_way > 0 {
-            self.0.0.ended.notify_all();
+            shared.ended.notify_all();
         }
     }
 }
