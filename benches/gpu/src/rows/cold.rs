@@ -71,8 +71,14 @@ impl Prefill {
         );
         let mut chunks = Row::new(format!("{name}:chunks"), "count", "chunks of the alloc");
         settle(pool)?;
-        for _ in 0..bench.samples(samples) {
+        let mut last: Option<Plan> = None;
+        for turn in 0..bench.samples(samples) {
             trim(pool)?;
+            // Who comes first finds the device at rest, so each does every other time.
+            let first = match last.take_if(|_| turn % 2 == 1) {
+                Some(plan) => Some(floor_of(&mut raw, &plan)?),
+                None => None,
+            };
             drop(bench.driver.take());
             let (mine, alloc_micros) = timed(|| pool.alloc(bench.blocks(blocks)));
             let calls = bench.driver.take();
@@ -81,18 +87,27 @@ impl Prefill {
             let (freed, free_micros) = timed(|| pool.free(&mine));
             freed?;
             let back_micros = settle(pool)?;
-            let (backed, floor_micros) = raw.back(&plan)?;
-            let release_micros = raw.release(backed)?;
+            let (floor_micros, release_micros) = match first {
+                Some(micros) => micros,
+                None => floor_of(&mut raw, &plan)?,
+            };
             both.push_pair(alloc_micros + free_micros, floor_micros);
             alloc.push_pair(alloc_micros, floor_micros);
             driver.push(calls.backing_micros());
             free.push(free_micros);
             back.push_pair(back_micros, release_micros);
             chunks.push(f64::from(u32::try_from(plan.chunks())?));
+            last = Some(plan);
         }
         rows.extend([both, alloc, driver, free, back, chunks]);
         Ok(())
     }
+}
+
+/// Microseconds of the driver calls alone: to back what the plan says, and to release it.
+fn floor_of<D: Driver>(raw: &mut Raw<D>, plan: &Plan) -> Outcome<(f64, f64)> {
+    let (backed, micros) = raw.back(plan)?;
+    Ok((micros, raw.release(backed)?))
 }
 
 /// Gives back what is idle, the reserve too.
