@@ -1,6 +1,5 @@
 //! How long runs are to be, as an operator says it: in bytes, so that one setting suits pools of any
-//! geometry. What it comes to in the pages of a pool is a
-//! [`RunPolicy`](kvcached_page_alloc::RunPolicy).
+//! geometry. What it comes to in the pages of a pool is a [`RunPolicy`].
 
 use std::fmt;
 use std::num::NonZeroU32;
