@@ -5,7 +5,7 @@
 //! before it are taken back in reverse. Unmapping, too, has two parts: the first takes every extent
 //! away and keeps the chunks, so that a failure half-way, here or on another rank, puts each back
 //! with its content; the second lets go of the chunks, or leaves them with a
-//! [`Recycler`] for the next batch.
+//! [`Recycler`] for the next batch. A resynchronisation leaves none: it may be for another engine.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,11 +27,12 @@ mod tests;
 /// Backs the pages of one pool in this process.
 ///
 /// The lock inside is held while the driver maps and unmaps, which a device does one at a time
-/// anyway; not while waiting for the device's work, and not while memory is given back.
+/// anyway; not while waiting for the device's work, and not while memory is given back, but by a
+/// resynchronisation.
 ///
 /// A page that is mapped anew reads as zero, unless the mapper has a [recycler](Self::with_recycler):
-/// then it may hold what this pool has written earlier, there or on another page. Never what another
-/// pool has.
+/// then it may hold what this pool has written since it was last [resynchronised](RankMapper::resync),
+/// there or on another page. Never what another pool has, nor another engine before it.
 pub struct LocalMapper<D: Driver> {
     driver: Arc<D>,
     geometry: Geometry,
@@ -347,6 +348,9 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
             let leaving = record.mapped.iter().any(|run| !wanted_set.contains(&run));
             (record.is_empty(), leaving)
         };
+        // Another engine may begin here. What an earlier one wrote and this one was not told of must
+        // not come back behind a fresh page: neither what is kept, nor what goes below.
+        self.trim();
         // Nothing mapped is nothing that work could touch.
         if !empty {
             self.driver.synchronize()?;
@@ -364,7 +368,7 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
                 // What cannot be restored is in doubt, and settled with the others.
                 let _ = pool.restore_prepared(run);
             } else {
-                self.give_back(pool.forget_prepared(run));
+                drop(pool.forget_prepared(run));
             }
         }
         pool.settle(&self.geometry);
@@ -379,7 +383,8 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
         } else {
             let taken = pool.take_away(self.extents(&extra))?;
             pool.record.remove_all(&extra);
-            self.give_back(taken);
+            // At once, since what is missing may need the memory.
+            drop(taken);
         }
 
         let mut missing = Vec::new();

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::content::{read_word, words};
 use super::*;
 
 fn calls(mock: &Mock) -> (u64, u64) {
@@ -29,8 +30,6 @@ fn steady_traffic_neither_creates_nor_destroys() {
                 mapper.unmap(&mapper.mapped()).unwrap();
                 assert_eq!(mapper.kept_bytes(), 3 * geometry.bundle_bytes());
                 mapper.map(&[run(first, 2), other]).unwrap();
-                // A resynchronisation is no different.
-                mapper.resync(&[run(6, 2), run(4, 1)]).unwrap();
             }
             assert_eq!(calls(&mock), before);
             assert_eq!(mapper.kept_bytes(), 0);
@@ -109,6 +108,37 @@ fn a_batch_that_failed_leaves_its_chunks_for_the_next() {
         let before = calls(&mock);
         mapper.map(&[run(3, 2)]).unwrap();
         assert_eq!(calls(&mock), before);
+    }
+}
+
+#[test]
+fn after_a_resync_no_fresh_page_shows_what_was_written_before() {
+    for geometry in all_geometries(8) {
+        let device = host(1 << 30);
+        let mapper = local(&device, &geometry, Cold::Unbacked).with_recycler(&recycler(&device));
+        let [kept, prepared, mapped] = [run(0, 2), run(2, 2), run(4, 2)];
+        let engine = |wrote: bool| {
+            for run in [kept, prepared, mapped] {
+                mapper.map(&[run]).unwrap();
+                for word in run.pages().flat_map(|page| words(&geometry, page)) {
+                    assert_eq!(
+                        read_word(&mapper, word),
+                        Ok(0),
+                        "{run}, another before: {wrote}"
+                    );
+                    mapper.write(word, &[7; 8]).unwrap();
+                }
+            }
+        };
+        engine(false);
+        mapper.unmap(&[kept]).unwrap();
+        mapper.prepare_unmap(&[prepared], After::NOTHING).unwrap();
+        assert_eq!(mapper.kept_bytes(), 2 * geometry.bundle_bytes());
+
+        // Its coordinator is gone; or the next one is there.
+        mapper.resync(&[]).unwrap();
+        assert_eq!((mapper.mapped(), mapper.kept_bytes()), (vec![], 0));
+        engine(true);
     }
 }
 
