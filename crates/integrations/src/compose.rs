@@ -132,10 +132,8 @@ pub fn compose<D: Driver>(
     let local = match (config.topology.local(), memory) {
         (Some((stage, rank)), None) => return Err(ComposeError::NoDriver { stage, rank }),
         (Some(_), Some(memory)) => {
-            let driver = Arc::clone(memory.driver());
-            let mapper = LocalMapper::new(driver, geometry.clone(), config.cold);
+            let mapper = LocalMapper::over(memory, geometry, config.cold);
             let mapper = mapper.map_err(ComposeError::Local)?;
-            let mapper = mapper.with_recycler(memory);
             Some(Arc::new(mapper.with_epochs(Arc::clone(&config.epochs))))
         }
         (None, _) => None,

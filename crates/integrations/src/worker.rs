@@ -243,9 +243,8 @@ fn make_mappers<D: Driver>(
         let geometry = spec
             .resolve(granularity)
             .map_err(|source| WorkerError::Layout { pool, source })?;
-        let mapper = LocalMapper::new(Arc::clone(driver), geometry, config.cold)
+        let mapper = LocalMapper::over(&memory, &geometry, config.cold)
             .map_err(|source| WorkerError::Mapper { pool, source })?;
-        let mapper = mapper.with_recycler(&memory);
         mappers.push((pool, Arc::new(mapper.with_epochs(Arc::clone(epochs)))));
     }
     match mappers.is_empty() {

@@ -89,6 +89,25 @@ impl<D: Driver> LocalMapper<D> {
         })
     }
 
+    /// [`new`](Self::new) over the memory of `recycler`, which keeps the mapper's chunks [from then
+    /// on](Self::with_recycler). A device that is full is asked once more after everything that is
+    /// kept has gone back to it.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn over(
+        recycler: &Arc<Recycler<D>>,
+        geometry: &Geometry,
+        cold: Cold,
+    ) -> Result<Self, MapError> {
+        let make = || Self::new(Arc::clone(recycler.driver()), geometry.clone(), cold);
+        let made = match make() {
+            Err(error) if error.is_full() && recycler.clear() > 0 => make(),
+            other => other,
+        };
+        Ok(made?.with_recycler(recycler))
+    }
+
     /// The same, with `epochs` to wait for; without, no epoch ever retires.
     #[must_use]
     pub fn with_epochs(self, epochs: Arc<Epochs>) -> Self {
@@ -181,22 +200,24 @@ impl<D: Driver> LocalMapper<D> {
     /// Backs `runs`, which may be mapped; that they are is the caller's to record.
     fn back(&self, pool: &mut Pool<D>, runs: &[PageRun]) -> Result<(), MapError> {
         let steps = self.create_chunks(runs)?;
-        for (index, step) in steps.iter().enumerate() {
-            if let Err(failed) = pool.backing.back(step.extent, Arc::clone(&step.chunk)) {
-                let mut uncertain = BTreeSet::new();
-                if !failed.restored {
-                    uncertain.insert(step.run);
-                }
-                for done in steps[..index].iter().rev() {
-                    if pool.backing.unback(done.extent).is_err() {
-                        uncertain.insert(done.run);
-                    }
-                }
-                self.give_back(steps);
-                return Err(pool.failed(failed.cause, uncertain));
-            }
+        let backed = self.with_room(|| pool.put_behind(&steps));
+        if backed.is_err() {
+            self.give_back(steps);
         }
-        Ok(())
+        backed
+    }
+
+    /// What `attempt` answers; if a full device, then what it answers once that has everything back
+    /// that is kept, of other pools too. Mapping takes memory for the device's own tables.
+    fn with_room<T>(
+        &self,
+        mut attempt: impl FnMut() -> Result<T, MapError>,
+    ) -> Result<T, MapError> {
+        let kept = self.tenant.as_ref().map(Tenant::recycler);
+        match attempt() {
+            Err(error) if error.is_full() && kept.is_some_and(|kept| kept.clear() > 0) => attempt(),
+            other => other,
+        }
     }
 
     fn extents(&self, runs: &[PageRun]) -> impl Iterator<Item = (PageRun, Extent)> {
@@ -309,7 +330,7 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
 
         let mut pool = self.pool();
         pool.record.check_unmap(runs)?;
-        let taken = pool.take_away(self.extents(runs))?;
+        let taken = self.with_room(|| pool.take_away(self.extents(runs)))?;
         pool.record.prepare_all(runs);
         for step in taken {
             pool.prepared.entry(step.run).or_default().push(step);
@@ -381,7 +402,7 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
             in_doubt.extend(&extra);
             extra.iter().for_each(|&run| staying.insert(run));
         } else {
-            let taken = pool.take_away(self.extents(&extra))?;
+            let taken = self.with_room(|| pool.take_away(self.extents(&extra)))?;
             pool.record.remove_all(&extra);
             // At once, since what is missing may need the memory.
             drop(taken);
@@ -414,6 +435,25 @@ impl<D: Driver> RankMapper for LocalMapper<D> {
 }
 
 impl<D: Driver> Pool<D> {
+    /// Puts the chunks of all `steps` behind their extents, or of none.
+    fn put_behind(&mut self, steps: &[Step<D>]) -> Result<(), MapError> {
+        for (index, step) in steps.iter().enumerate() {
+            if let Err(failed) = self.backing.back(step.extent, Arc::clone(&step.chunk)) {
+                let mut uncertain = BTreeSet::new();
+                if !failed.restored {
+                    uncertain.insert(step.run);
+                }
+                for done in steps[..index].iter().rev() {
+                    if self.backing.unback(done.extent).is_err() {
+                        uncertain.insert(done.run);
+                    }
+                }
+                return Err(self.failed(failed.cause, uncertain));
+            }
+        }
+        Ok(())
+    }
+
     /// Takes the chunks of all `extents` away, or of none.
     fn take_away(
         &mut self,

@@ -98,6 +98,78 @@ fn a_full_device_gets_back_what_is_kept_before_it_is_the_answer() {
     one.map(&[run(0, 1)]).unwrap();
 }
 
+/// A mapper with page 4, and another that has left a page to the recycler of both.
+fn with_something_kept(geometry: &Geometry, cold: Cold) -> (Arc<Mock>, [LocalMapper<Mock>; 2]) {
+    let mock = mock(1 << 30);
+    let recycler = recycler(&mock);
+    let pools = [(); 2].map(|()| LocalMapper::over(&recycler, geometry, cold).unwrap());
+    pools[0].map(&[run(4, 1)]).unwrap();
+    pools[1].map(&[run(0, 1)]).unwrap();
+    pools[1].unmap(&[run(0, 1)]).unwrap();
+    assert_eq!(pools[1].kept_bytes(), geometry.bundle_bytes());
+    (mock, pools)
+}
+
+const FULL: VmmError = VmmError::OutOfMemory { requested: G };
+
+#[test]
+fn a_device_too_full_to_map_gets_back_what_is_kept_before_it_is_the_answer() {
+    let map: fn(&LocalMapper<Mock>) -> _ = |mapper| mapper.map(&[run(2, 2)]);
+    let resync: fn(&LocalMapper<Mock>) -> _ =
+        |mapper| mapper.resync(&[run(2, 2), run(4, 1)]).map(drop);
+    for geometry in all_geometries(8) {
+        for ask in [map, resync] {
+            let (mock, [mapper, other]) = with_something_kept(&geometry, Cold::Unbacked);
+            // There is no room for the device's own tables until somebody gives memory back.
+            let mut room = false;
+            mock.fail_with(move |call| {
+                room |= call == Call::Destroy;
+                (call == Call::Map && !room).then_some(FULL)
+            });
+            ask(&mapper).unwrap();
+            assert!(mapper.mapped().contains(&run(2, 2)));
+            assert_eq!(other.kept_bytes(), 0, "it went back");
+        }
+    }
+}
+
+#[test]
+fn zeros_too_many_for_a_full_device_are_laid_once_what_is_kept_went_back() {
+    let map: fn(&LocalMapper<Mock>) -> _ = |mapper| mapper.map(&[run(2, 2)]);
+    let unmap: fn(&LocalMapper<Mock>) -> _ = |mapper| mapper.unmap(&[run(4, 1)]);
+    let resync: fn(&LocalMapper<Mock>) -> _ = |mapper| mapper.resync(&[]).map(drop);
+    for geometry in all_geometries(8) {
+        for ask in [map, unmap, resync] {
+            let (mock, [mapper, other]) = with_something_kept(&geometry, Cold::Zero);
+            mock.fail(Call::Map, 0, FULL);
+            ask(&mapper).unwrap();
+            assert_eq!(other.kept_bytes(), 0, "it went back");
+
+            // With nothing kept, one refusal is the answer.
+            mapper.trim();
+            let before = mapper.mapped();
+            mock.fail(Call::Map, 0, FULL);
+            assert!(mapper.map(&[run(6, 1)]).unwrap_err().is_full());
+            assert_eq!(mapper.mapped(), before);
+            assert_eq!(mock.violations(), []);
+        }
+    }
+}
+
+#[test]
+fn a_mapper_that_is_made_on_a_full_device_has_what_is_kept() {
+    let geometry = simple(8);
+    let mock = mock(geometry.bundle_bytes());
+    let recycler = recycler(&mock);
+    let one = LocalMapper::over(&recycler, &geometry, Cold::Unbacked).unwrap();
+    one.map(&[run(0, 1)]).unwrap();
+    let full = LocalMapper::over(&recycler, &geometry, Cold::Zero);
+    assert!(full.unwrap_err().is_full(), "the page is in use");
+    one.unmap(&[run(0, 1)]).unwrap();
+    LocalMapper::over(&recycler, &geometry, Cold::Zero).unwrap();
+    assert_eq!((one.kept_bytes(), mock.used_bytes()), (0, 0));
+}
+
 #[test]
 fn a_batch_that_failed_leaves_its_chunks_for_the_next() {
     for geometry in all_geometries(8) {
