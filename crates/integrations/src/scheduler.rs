@@ -351,7 +351,7 @@ impl Scheduler {
         background: Background,
         epochs: Arc<Epochs>,
     ) -> Result<Self, StartError> {
-        let turns = Turns::new();
+        let turns = Turns::shared();
         let unmapping = match background {
             Background::On { .. } => Unmapping::Behind,
             Background::Off => Unmapping::InCall,

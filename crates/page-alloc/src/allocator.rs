@@ -24,13 +24,17 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering}
 use crate::table::{PageTable, Purpose, Wanted};
 use crate::{
     AllocError, ConfigError, FreeError, FullReason, Limit, LimitError, LimitStatus,
-    PageAllocatorConfig, PageState, PageUsage, RunPolicy, Turns, Unmapping,
+    PageAllocatorConfig, PageState, PageUsage, Reserve, RunPolicy, Turns, Unmapping,
 };
 
 /// Chunks of one mapper call that nobody waits for, or those of one run if that has more. Their
 /// pages are out of reach meanwhile, and so is the device: mapping one took 50 µs on the GPU that
 /// was measured. So big changes are made in several calls.
 const STEP_CHUNKS: u32 = 16;
+
+/// Chunks of the second attempt of an allocation, at most. Smaller pieces are more of them, and each
+/// costs time: in vain, if the last does not fit.
+const SECOND_CHUNKS: u32 = 1024;
 
 /// Hands out the pages of one pool, and has them backed and unbacked by a [`Mapper`].
 ///
@@ -47,8 +51,9 @@ const STEP_CHUNKS: u32 = 16;
 /// | [`health`](Self::health) | to look, which waits for nobody |
 /// | all others | never |
 ///
-/// How much memory the device has left is asked by [`replenish`](Self::replenish) alone, once a call
-/// at most, and only as a hint: it costs a question to every rank.
+/// How much memory the device has left is asked only as a hint, since it costs a question to every
+/// rank: at most once by a [`replenish`](Self::replenish) that maps, and at most once by an allocation
+/// that was refused, before it tries again in smaller pieces.
 ///
 /// # The fence
 ///
@@ -71,6 +76,8 @@ pub struct PageAllocator {
     bundle_bytes: u64,
     /// Runs of one mapper call that nobody waits for.
     step_runs: usize,
+    /// Runs of a second attempt of an allocation.
+    second_runs: u32,
     unmapping: Unmapping,
     turns: Turns,
 }
@@ -92,6 +99,10 @@ struct Books {
     repairs: u32,
     /// The mapper refused to unmap what is in flight, and no epoch has retired since.
     in_flight: bool,
+    /// Demands of this pool that were refused for want of memory.
+    refused: u64,
+    /// Those of others who share the turns, as far as they were heeded.
+    heeded: u64,
 }
 
 /// What happened since the start.
@@ -137,6 +148,11 @@ impl PageAllocator {
                 capacity_bytes,
             });
         }
+        // Beyond that there is nothing to keep, and numbers stay far from the largest.
+        let reserve = Reserve {
+            min: reserve.min.min(table.capacity()),
+            max: reserve.max.min(table.capacity()),
+        };
         Ok(Self {
             available: AtomicU32::new(table.available()),
             books: Mutex::new(Books {
@@ -150,6 +166,8 @@ impl PageAllocator {
                 looks: 0,
                 repairs: 0,
                 in_flight: false,
+                refused: 0,
+                heeded: 0,
             }),
             fenced: AtomicBool::new(false),
             due: AtomicBool::new(reserve.min > 0),
@@ -157,6 +175,7 @@ impl PageAllocator {
             mapper,
             bundle_bytes,
             step_runs: PageId((STEP_CHUNKS / run_chunks).max(1)).index(),
+            second_runs: SECOND_CHUNKS / run_chunks,
             unmapping,
             turns,
         })
@@ -164,7 +183,7 @@ impl PageAllocator {
 
     /// Hands out `n` pages, appended to `out`: warm ones first, then cold ones in runs of adjacent
     /// pages, as long as the [`RunPolicy`] and the neighbourhood allow. If the device is full for
-    /// runs but may not be for single pages, these are tried too.
+    /// them but may not be for shorter ones, these are tried too, unless they are many.
     ///
     /// # Errors
     /// No page is handed out and `out` is as before. [`AllocError::Full`] is a normal answer;
@@ -191,11 +210,7 @@ impl PageAllocator {
         if runs.is_empty() {
             return Ok(());
         }
-        let mapped = match self.map(&runs, Purpose::Demand) {
-            Ok(()) => Ok(runs),
-            Err(error) => self.map_singly(&runs, error),
-        };
-        match mapped {
+        match self.map_demand(runs) {
             Ok(runs) => {
                 out.extend(runs.iter().flat_map(|run| run.pages()));
                 Ok(())
@@ -237,7 +252,7 @@ impl PageAllocator {
             }
         })?;
         if let Some(run) = run {
-            self.map(&[run], Purpose::Demand)?;
+            self.map_demand(vec![run])?;
         }
         // It is taken once and for all, so it says nothing about the demand to come.
         self.with_books(|Books { demand, table, .. }| demand.forget(table.count(PageState::Used)));
@@ -332,7 +347,7 @@ impl PageAllocator {
     /// A limit beyond the capacity is as good as the capacity. A limit of 0 lets nothing grow and
     /// takes nothing away from anybody. What cannot be unmapped now, since work is in flight, is left
     /// for a later [`free`](Self::free) or [`keep_to_limit`](Self::keep_to_limit). Demands of others
-    /// go first between the steps of that.
+    /// go first between the steps of that, for 20 ms each at most.
     ///
     /// # Errors
     /// [`LimitError::BelowFloor`]; the limit in force stays.
@@ -423,45 +438,68 @@ impl PageAllocator {
         self.with_books(|books| books.table.quarantined().map(|doubt| doubt.run).collect())
     }
 
-    /// Maps as many single pages, after runs failed to be mapped with `error`: if the device was full
-    /// for them, and says that it has memory for so many pages all the same, then in smaller pieces.
+    /// Maps busy runs for somebody who waits for them, or others of as many pages; answers which.
+    fn map_demand(&self, runs: Vec<PageRun>) -> Result<Vec<PageRun>, AllocError> {
+        let result = {
+            // One turn, so that nobody who gives way comes in between the two attempts.
+            let _turn = self.turns.demand();
+            match self.map(&runs, Purpose::Demand) {
+                Ok(()) => Ok(runs),
+                Err(error) => self.map_shorter(&runs, error),
+            }
+        };
+        if let Err(AllocError::Full(FullReason::DeviceMemory)) = result {
+            self.with_books(|books| {
+                books.refused += 1;
+                self.turns.refuse();
+            });
+        }
+        result
+    }
+
+    /// Maps shorter runs of as many pages, after `runs` failed to be mapped with `error`: if the device
+    /// was full for them, and says that it has memory for so many pages all the same.
     ///
     /// # Errors
     /// The same error if that is not so, else what came of the second attempt.
-    fn map_singly(&self, runs: &[PageRun], error: AllocError) -> Result<Vec<PageRun>, AllocError> {
+    fn map_shorter(&self, runs: &[PageRun], error: AllocError) -> Result<Vec<PageRun>, AllocError> {
         let full = AllocError::Full(FullReason::DeviceMemory);
-        if error != full || runs.iter().all(|run| run.count() == 1) {
+        let longest = runs.iter().map(|run| run.count()).max().unwrap_or(0);
+        let Some(half) = NonZeroU32::new(longest / 2).filter(|_| error == full) else {
+            return Err(error);
+        };
+        let pages = runs.iter().map(|run| run.count()).sum();
+        let length = |books: &Books| books.run_length(pages, true).min(half);
+        if pages.div_ceil(self.with_books(|books| length(books)).get()) > self.second_runs {
             return Err(error);
         }
-        let pages = runs.iter().map(|run| run.count()).sum();
         // Where nothing can be told, another attempt would mostly cost much and fail again.
         if self.mapper.headroom().is_none_or(|room| room < pages) {
             return Err(error);
         }
-        let mut singles = Vec::new();
+        let mut shorter = Vec::new();
         self.with_books(|books| {
             books.pass_fence()?;
+            let length = length(books);
             let table = &mut books.table;
             // Others may have taken them meanwhile, or a limit.
             if pages > table.count(PageState::Cold).min(table.available()) {
                 return Err(error);
             }
-            table.begin_map(pages, NonZeroU32::MIN, usize::MAX, &mut singles);
+            let most_runs = PageId(self.second_runs).index();
+            if table.begin_map(pages, length, most_runs, &mut shorter) < pages {
+                table.fail_map(&shorter, &[]);
+                return Err(error);
+            }
             Ok(())
         })?;
-        self.map(&singles, Purpose::Demand)?;
-        Ok(singles)
+        self.map(&shorter, Purpose::Demand)?;
+        Ok(shorter)
     }
 
     /// Maps busy runs and records what came of it.
     fn map(&self, runs: &[PageRun], purpose: Purpose) -> Result<(), AllocError> {
-        let result = match purpose {
-            Purpose::Demand => {
-                let _turn = self.turns.demand();
-                self.mapper.map(runs)
-            }
-            Purpose::Reserve => self.mapper.map(runs),
-        };
+        let result = self.mapper.map(runs);
         if result.is_err() {
             self.look();
         }
@@ -522,12 +560,17 @@ impl Books {
     /// Makes `n` cold pages busy in runs as long as the policy says, `most_runs` of them; answers how
     /// many pages.
     fn begin_map(&mut self, n: u32, most_runs: usize, runs: &mut Vec<PageRun>) -> u32 {
+        let longest = self.run_length(n, self.pressure.is_on());
+        self.table.begin_map(n, longest, most_runs, runs)
+    }
+
+    /// Pages of the longest run for a demand of so many.
+    fn run_length(&self, n: u32, is_short: bool) -> NonZeroU32 {
         let room = Room {
             limited_to: self.table.limited_to(),
-            is_short: self.pressure.is_on(),
+            is_short,
         };
-        let longest = self.runs.length(n, room);
-        self.table.begin_map(n, longest, most_runs, runs)
+        self.runs.length(n, room)
     }
 
     fn available(&self) -> u32 {

@@ -18,7 +18,7 @@ pub struct PageAllocatorConfig {
     /// How many adjacent pages are backed together. A long run costs as little to map as a short
     /// one, but its memory goes back only when all its pages are idle.
     pub runs: RunPolicy,
-    /// Warm pages to keep ready.
+    /// Warm pages to keep ready. Bounds beyond the capacity are as good as the capacity.
     pub reserve: Reserve,
     /// Bytes that the pool was promised: a limit below is refused.
     pub floor_bytes: u64,
@@ -29,8 +29,8 @@ pub struct PageAllocatorConfig {
     pub run_chunks: NonZeroU32,
     /// Who gives back what is above the limit once it is free.
     pub unmapping: Unmapping,
-    /// Whose turn it is at the device; the same value for all pools that one thread looks after. By
-    /// default nobody gives way.
+    /// Whose turn it is at the device; [shared](Turns::shared) by all pools that one thread looks
+    /// after, or else [off](Turns::off).
     pub turns: Turns,
 }
 
@@ -40,6 +40,10 @@ pub struct PageAllocatorConfig {
 /// In between, their number follows the demand: how far the pages in use have risen within one of
 /// the last 16 [ticks](crate::PageAllocator::tick). It grows at once, and is back at `min` at most 17
 /// ticks and as many more as `max` has binary digits after the last demand.
+///
+/// Pages above `min` are mapped ahead only while the device has as much left for others as is warm, and
+/// not while memory is short. They are given up when another pool, with which the
+/// [`Turns`] are shared, is refused a demand for want of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reserve {
     /// Below this, pages are mapped, whatever the demand.
@@ -75,7 +79,7 @@ impl PageAllocatorConfig {
             floor_bytes: 0,
             run_chunks: NonZeroU32::MIN,
             unmapping: Unmapping::InCall,
-            turns: Turns::default(),
+            turns: Turns::off(),
         }
     }
 

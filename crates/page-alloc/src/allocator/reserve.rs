@@ -37,21 +37,32 @@ impl PageAllocator {
     /// for; [`Turns::give_way`](crate::Turns::give_way) before each step lets that demand go next. A
     /// step that maps first asks how much memory the device has left; no other does.
     ///
+    /// What is above the lower bound goes first if another pool that shares the turns was refused a
+    /// demand since the last step, whatever the demand here.
+    ///
     /// # Errors
     /// What the mapper answered, except that it is full, which is in [`Replenished::full`]; or that a
     /// rank was fenced meanwhile.
     pub fn replenish(&self) -> Result<Replenished, MapError> {
+        let done = self.shed()?;
+        if done.unmapped > 0 {
+            return Ok(done);
+        }
+        self.grow_reserve()
+    }
+
+    /// The part of [`replenish`](Self::replenish) that unmaps, which never asks how much memory there
+    /// is: for a pool whose reserve cannot grow for the time being.
+    ///
+    /// # Errors
+    /// What the mapper answered.
+    pub fn shed(&self) -> Result<Replenished, MapError> {
+        self.with_books(|books| books.heed(self.turns.refused()));
         let mut step = self.shed_step(Books::above)?;
         if step.pages == 0 {
             step = self.unmap_step(Idle::Retired, Books::surplus)?;
         }
-        if step.pages > 0 {
-            return Ok(self.unmapped(step));
-        }
-        if self.with_books(|books| books.missing() == 0) {
-            return Ok(Replenished::default());
-        }
-        self.grow_reserve()
+        Ok(self.unmapped(step))
     }
 
     /// The part of [`replenish`](Self::replenish) that unmaps what is above the limit: for pools
@@ -90,13 +101,24 @@ impl PageAllocator {
     fn unmapped(&self, step: Unmapped) -> Replenished {
         Replenished {
             unmapped: step.pages,
-            more: step.more || step.pages > 0 && self.is_due(),
+            more: step.pages > 0 && self.is_due(),
             ..Replenished::default()
         }
     }
 
     /// Maps pages towards the target of the reserve, in one call.
     fn grow_reserve(&self) -> Result<Replenished, MapError> {
+        let nothing_to_ask = self.with_books(|books| {
+            let missing = books.missing();
+            let cold = books.table.count(PageState::Cold);
+            (missing == 0 || cold == 0).then(|| Replenished {
+                full: (missing > 0).then(|| books.reason_beyond(missing)),
+                ..Replenished::default()
+            })
+        });
+        if let Some(done) = nothing_to_ask {
+            return Ok(done);
+        }
         // A hint, but enough to spare a reserve that nobody waits for a vain attempt. Asking may
         // take long, so it is not done under the lock.
         let headroom = self.mapper.headroom().unwrap_or(u32::MAX);
@@ -104,25 +126,25 @@ impl PageAllocator {
         let mut runs = Vec::new();
         self.with_books(|books| {
             let missing = books.missing();
-            let table = &books.table;
-            let cold = table.count(PageState::Cold);
+            let cold = books.table.count(PageState::Cold);
+            let ahead = books.ahead(missing, headroom);
             done.full = match missing {
-                _ if missing.min(cold) > headroom => Some(FullReason::DeviceMemory),
-                _ if missing > cold => Some(table.full_reason(table.available() + missing - cold)),
+                _ if missing.min(cold) > ahead => Some(FullReason::DeviceMemory),
+                _ if missing > cold => Some(books.reason_beyond(missing)),
                 _ => None,
             };
-            if done.full == Some(FullReason::DeviceMemory) {
+            if missing.min(cold) > headroom {
                 books.pressure.met_full(&books.runs);
             }
-            done.mapped = books.begin_map(missing.min(headroom), self.step_runs, &mut runs);
-            done.more = done.mapped < missing.min(headroom).min(cold);
+            done.mapped = books.begin_map(ahead, self.step_runs, &mut runs);
+            done.more = done.mapped < ahead.min(cold);
         });
         if runs.is_empty() {
             return Ok(done);
         }
         match self.map(&runs, Purpose::Reserve) {
             Ok(()) => {
-                done.more |= done.full.is_none() && self.is_due();
+                done.more = (done.more || done.full.is_none()) && self.is_due();
                 Ok(done)
             }
             Err(AllocError::Broken(error)) => Err(error),
@@ -179,9 +201,40 @@ impl Books {
     /// Pages to map ahead; none while a rank is fenced.
     fn missing(&self) -> u32 {
         let Band { low, target, .. } = self.demand.band();
+        // While memory is short, it is left to who waits for it.
+        let target = match self.pressure.is_on() {
+            true => self.demand.reserve().min,
+            false => target,
+        };
         match self.fence {
-            None if self.warm() < low => target - self.warm(),
+            None if self.warm() < low => target.saturating_sub(self.warm()),
             _ => 0,
+        }
+    }
+
+    /// How many of the missing pages to map where there is room for so many: the lower bound in any
+    /// case, and beyond it no more than leaves others as much as is warm here.
+    fn ahead(&self, missing: u32, headroom: u32) -> u32 {
+        let promised = self.demand.reserve().min.saturating_sub(self.warm());
+        let shared = headroom.saturating_sub(self.warm()) / 2;
+        missing.min(promised.min(headroom).max(shared))
+    }
+
+    /// Why so many pages, more than are cold, cannot be mapped.
+    fn reason_beyond(&self, missing: u32) -> FullReason {
+        let more = missing.saturating_sub(self.table.count(PageState::Cold));
+        self.table
+            .full_reason(self.table.available().saturating_add(more))
+    }
+
+    /// So many demands were refused for want of memory by now. If others' are among them, and new,
+    /// the demand so far asks for nothing any more: who was refused needs it more.
+    fn heed(&mut self, refused: u64) {
+        let others = refused.saturating_sub(self.refused);
+        if others > self.heeded {
+            self.heeded = others;
+            self.pressure.met_full(&self.runs);
+            self.demand.forget(self.table.count(PageState::Used));
         }
     }
 

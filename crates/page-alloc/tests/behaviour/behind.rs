@@ -259,7 +259,7 @@ fn one_at_a_time(pools: &[&Pool]) -> Device {
 
 /// A demand for one page of another pool comes amid the first of three steps of `work`.
 fn a_demand_goes_before_the_second_step(reserve: Reserve, idle: u32, work: fn(&Pool, &Turns)) {
-    let turns = Turns::new();
+    let turns = Turns::shared();
     let [pool, other] = [reserve, Reserve::default()].map(|reserve| {
         Pool::with(PageAllocatorConfig {
             runs: RunPolicy::up_to(NonZeroU32::MIN),
@@ -311,8 +311,34 @@ fn a_demand_goes_before_the_next_step_of_an_operator() {
 }
 
 #[test]
+fn a_limit_and_a_trim_of_one_pool_do_not_wait_for_a_demand_of_another_that_hangs() {
+    let turns = Turns::shared();
+    let [pool, other] = [(), ()].map(|()| {
+        Pool::with(PageAllocatorConfig {
+            runs: RunPolicy::up_to(NonZeroU32::MIN),
+            turns: turns.clone(),
+            ..PageAllocatorConfig::new(200, BUNDLE)
+        })
+    });
+    let mine = pool.take(100);
+    pool.free(&mine);
+    let device = one_at_a_time(&[&other]);
+    thread::scope(|scope| {
+        let demand = scope.spawn(|| other.take(1));
+        assert_eq!(device.comes.recv_timeout(BOUND), Ok(1));
+        pool.limit(50, 1);
+        assert_eq!(pool.mapped(), 50);
+        assert_eq!(pool.pages.trim(), Ok(50));
+        assert_eq!(turns.waiting(), 1, "it hangs still");
+        device.go.send(()).expect("the demand is held");
+        demand.join().expect("it does not panic");
+    });
+    assert_eq!(turns.waiting(), 0);
+}
+
+#[test]
 fn whoever_gives_way_waits_for_nobody_if_nobody_waits() {
-    let turns = Turns::new();
+    let turns = Turns::shared();
     turns.give_way();
     assert_eq!(turns.waiting(), 0);
 }

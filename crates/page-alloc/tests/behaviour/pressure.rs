@@ -44,17 +44,52 @@ fn longest(runs: &[PageRun]) -> u32 {
 fn a_nearly_full_device_still_serves_a_demand_in_single_pages() {
     let pool = pool(0);
     break_into_pieces(&pool);
-    pool.mapper.set_memory_pages(Some(40));
-    let mine = pool.take(40);
-    assert_eq!(mine.len(), 40);
+    pool.mapper.set_memory_pages(Some(31));
+    let mine = pool.take(31);
+    assert_eq!(mine.len(), 31);
     assert_eq!(longest(&pool.mapper.mapped()), 1);
     let usage = pool.usage();
     assert_eq!(
         (usage.used, usage.runs, usage.runs_mapped_total),
-        (40, 40, 40)
+        (31, 31, 31)
     );
     assert_eq!(usage.map_full_total, 1, "the first attempt counts");
     pool.assert_books_agree();
+}
+
+#[test]
+fn a_second_attempt_is_in_runs_as_while_memory_is_short_and_in_halves_at_least() {
+    let pool = pool(0);
+    pool.mapper.set_memory_pages(Some(400));
+    pool.mapper.fail(Call::Map, 0, full());
+    pool.take(64);
+    assert_eq!(longest(&pool.mapper.mapped()), 4);
+    let pool = Pool::new(400);
+    pool.mapper.set_memory_pages(Some(400));
+    pool.mapper.fail(Call::Map, 0, full());
+    pool.take(64);
+    assert_eq!(longest(&pool.mapper.mapped()), 32);
+}
+
+#[test]
+fn there_is_no_second_attempt_of_more_than_1024_chunks() {
+    let calls = |pages| {
+        let sixteen = NonZeroU32::new(16).expect("sixteen");
+        let pool = Pool::with(PageAllocatorConfig {
+            runs: RunPolicy {
+                share_when_short: NonZeroU32::new(400).expect("all"),
+                ..RunPolicy::up_to(sixteen)
+            },
+            run_chunks: NonZeroU32::new(64).expect("some"),
+            ..PageAllocatorConfig::new(400, BUNDLE)
+        });
+        pool.mapper.set_memory_pages(Some(400));
+        pool.mapper.fail(Call::Map, 0, full());
+        let result = pool.alloc(pages).map(|pages| pages.len());
+        (result.is_ok(), pool.mapper.calls().headroom)
+    };
+    assert_eq!(calls(16), (true, 1));
+    assert_eq!(calls(17), (false, 0), "nor a question");
 }
 
 #[test]

@@ -231,6 +231,7 @@ proptest! {
                 prop_assert!(turns < 50, "it comes to rest");
             }
             let usage = drive.pool.usage();
+            let min = min.min(usage.total - usage.void);
             let used = |page| drive.owned.contains(&page);
             let waits = |run| drive.after(run).epoch.is_some();
             let idle = |run: &PageRun| !run.pages().any(used) && !waits(*run);

@@ -1,11 +1,13 @@
 //! The warm reserve, and the first page.
 
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use kvcached_mapper::PageId;
 use kvcached_mapper::testing::Call;
 use kvcached_page_alloc::{
-    AllocError, FullReason, MAX_RUN, PageAllocatorConfig, PageState, Replenished,
+    AllocError, FullReason, MAX_RUN, PageAllocatorConfig, PageState, Replenished, Reserve,
+    RunPolicy, Turns,
 };
 
 use crate::support::{BUNDLE, Pool, doubtful, full, ids, refused, run};
@@ -129,6 +131,105 @@ fn a_full_device_is_an_answer_to_replenish() {
         (0, Some(FullReason::DeviceMemory))
     );
     pool.assert_books_agree();
+}
+
+#[test]
+fn a_reserve_leaves_others_as_much_as_it_has_itself() {
+    let pool = Pool::with_reserve(150, 0, 60);
+    pool.mapper.set_memory_pages(Some(90));
+    let mine = pool.take(50);
+    let mut done = replenish(&pool);
+    while done.more {
+        done = replenish(&pool);
+    }
+    assert_eq!(pool.usage().reserve_target, 50);
+    assert_eq!(
+        (pool.usage().warm, done.full),
+        (20, Some(FullReason::DeviceMemory))
+    );
+    assert_eq!(replenish(&pool).mapped, 0);
+    pool.mapper.set_memory_pages(Some(150));
+    assert_eq!(replenish(&pool).mapped, 30, "with enough left it is filled");
+    pool.free(&mine);
+}
+
+#[test]
+fn while_memory_is_short_only_the_lower_bound_is_mapped_ahead() {
+    let pool = Pool::with(PageAllocatorConfig {
+        reserve: Reserve { min: 2, max: 60 },
+        runs: RunPolicy {
+            calm: 1000,
+            ..RunPolicy::up_to(NonZeroU32::MIN)
+        },
+        ..PageAllocatorConfig::new(200, BUNDLE)
+    });
+    pool.mapper.fail(Call::Map, 0, full());
+    assert!(pool.alloc(1).is_err());
+    pool.take(20);
+    assert!(pool.pages.is_due());
+    assert_eq!(replenish(&pool).mapped, 2);
+    assert!(!pool.pages.is_due());
+    assert_eq!(replenish(&pool), Replenished::default());
+}
+
+#[test]
+fn a_reserve_is_given_up_for_a_demand_of_another_pool_that_was_refused() {
+    let turns = Turns::shared();
+    let [pool, other] = [2, 0].map(|min| {
+        Pool::with(PageAllocatorConfig {
+            reserve: Reserve { min, max: 60 },
+            runs: RunPolicy::up_to(NonZeroU32::MIN),
+            turns: turns.clone(),
+            ..PageAllocatorConfig::new(200, BUNDLE)
+        })
+    });
+    for pool in [&pool, &other] {
+        let mine = pool.take(20);
+        pool.free(&mine);
+        assert_eq!(
+            pool.pages.shed().expect("no faults"),
+            Replenished::default()
+        );
+    }
+    other.mapper.set_memory_pages(Some(20));
+    assert!(other.alloc(21).is_err());
+    let shed = |pool: &Pool| {
+        while pool.pages.shed().expect("no faults").unmapped > 0 {}
+        pool.usage().warm
+    };
+    assert_eq!(
+        (shed(&pool), shed(&other)),
+        (2, 20),
+        "its own it still needs"
+    );
+    // That is said once.
+    let mine = pool.take(20);
+    pool.free(&mine);
+    assert_eq!(shed(&pool), 20);
+    pool.assert_books_agree();
+}
+
+#[test]
+fn a_reserve_of_any_size_is_one_of_the_capacity() {
+    for min in [u32::MAX - 1, u32::MAX] {
+        let pool = Pool::with_reserve(100, min, u32::MAX);
+        pool.take(40);
+        while replenish(&pool).more {}
+        assert_eq!((pool.usage().warm, pool.usage().reserve_target), (60, 100));
+        let done = replenish(&pool);
+        assert_eq!((done.mapped, done.full), (0, Some(FullReason::Capacity)));
+        pool.assert_books_agree();
+    }
+}
+
+#[test]
+fn where_no_page_may_be_mapped_the_memory_that_is_left_is_not_asked_for() {
+    let pool = Pool::with_reserve(100, 4, 8);
+    pool.limit(10, 1);
+    pool.take(10);
+    let done = replenish(&pool);
+    assert_eq!((done.mapped, done.full), (0, Some(FullReason::Limit)));
+    assert_eq!(pool.mapper.calls().headroom, 0);
 }
 
 #[test]

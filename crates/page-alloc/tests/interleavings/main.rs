@@ -39,7 +39,7 @@ impl Pool {
     }
 
     fn with(pages: u32, max_run: u32, faults: Faults, unmapping: Unmapping) -> Self {
-        let turns = Turns::new();
+        let turns = Turns::shared();
         let board = Arc::new(Board::new(pages, faults));
         let config = PageAllocatorConfig {
             runs: RunPolicy::up_to(NonZeroU32::new(max_run).expect("a run has pages")),
