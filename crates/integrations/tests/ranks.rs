@@ -626,6 +626,34 @@ fn a_scheduler_leaves_its_workers_as_it_found_them() {
 }
 
 #[test]
+fn no_engine_reads_on_a_rank_what_the_engine_before_it_wrote() {
+    let engine = Engine::new("after-another", LONG);
+    let device = device(48);
+    let worker = engine.worker(0, 0, &[POOL], &device);
+    let rank = worker.mapper(POOL).unwrap();
+    let geometry = spec().resolve(GRANULE).unwrap();
+    let runs = [(0, 4), (7, 4), (20, 1)]
+        .map(|(first, count)| PageRun::new(PageId(first), count).expect("a run of the pool"));
+    let separate = Arrangement::Separate { tp: 1, stages: 1 };
+    for life in 0..3 {
+        let config = engine.scheduler_config(separate, vec![setup(POOL)]);
+        let ready_by = Deadline::after(config.ready_timeout);
+        let coordinator = compose::<Host>(&config.mapper, POOL, &geometry, None, ready_by).unwrap();
+        coordinator.mapper.map(&runs).unwrap();
+        for extent in runs.iter().flat_map(|&run| geometry.extents(run)) {
+            let mut found = vec![1; usize::try_from(extent.len).unwrap()];
+            rank.read(extent, &mut found).unwrap();
+            assert!(found.iter().all(|&byte| byte == 0), "life {life}");
+            found.fill(7);
+            rank.write(extent, &found).unwrap();
+        }
+        // It goes without a word, while the rank keeps one run to use it again and has the others.
+        coordinator.mapper.unmap(&runs[..1]).unwrap();
+        assert_eq!(rank.kept_bytes(), 4 * BUNDLE);
+    }
+}
+
+#[test]
 fn a_worker_gives_its_memory_back_whoever_goes_first() {
     let engine = Engine::new("order", LONG);
     let devices = [device(48), device(48)];
