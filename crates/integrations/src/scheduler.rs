@@ -105,8 +105,10 @@ pub enum Background {
         /// follow.
         every: Duration,
     },
-    /// The caller, by [`Pool::replenish`], [`Pool::tick`] and [`Pool::repair`]: everything then happens
-    /// in the caller's order, and what is freed above a limit is unmapped in the call that frees it.
+    /// The caller, by [`Pool::replenish`], [`Pool::tick`], [`Pool::tend`] and [`Pool::repair`]:
+    /// everything then happens in the caller's order, and what is freed above a limit is unmapped in
+    /// the call that frees it. The rank in this process keeps memory to use it again, as
+    /// [`MapperConfig::recycler`] says, until the caller tends the pool.
     Off,
 }
 

@@ -88,6 +88,40 @@ fn a_rank_keeps_no_more_than_its_bound_over_all_its_pools() {
 }
 
 #[test]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "some moment, from which a test counts"
+)]
+fn with_no_thread_what_is_kept_goes_as_the_caller_tends() {
+    let idle = Duration::from_secs(3600);
+    let (device, scheduler) = start(idle, Background::Off);
+    for (revision, pool) in (1..).zip(scheduler.pools()) {
+        pass(pool, revision, 2);
+    }
+    // Nothing else that a caller does in the thread's place lets go of it.
+    for pool in scheduler.pools() {
+        pool.tick();
+        pool.replenish().expect("nothing fails");
+        pool.repair().expect("nothing fails");
+    }
+    assert_eq!(
+        used_pages(&device),
+        2 + 3,
+        "the bound, beside the null pages"
+    );
+
+    let begin = Instant::now();
+    for pool in scheduler.pools() {
+        assert_eq!(pool.tend(begin), Some(begin + idle));
+    }
+    assert_eq!(used_pages(&device), 2 + 3, "it is not kept for long enough");
+    for pool in scheduler.pools() {
+        assert_eq!(pool.tend(begin + idle), None);
+    }
+    assert_eq!(used_pages(&device), 2);
+}
+
+#[test]
 #[expect(clippy::disallowed_methods, reason = "a test that hangs must end")]
 fn a_scheduler_lets_go_of_what_its_own_rank_keeps() {
     let every = Duration::from_millis(10);
