@@ -24,7 +24,7 @@ pub enum RunLength {
 pub struct RunChoice {
     /// The longest run of ordinary growth.
     pub longest: RunLength,
-    /// The longest run of bulk growth; never less than `longest`.
+    /// The longest run of bulk growth; in a pool where that is less than `longest`, as long as that.
     pub bulk: RunLength,
     /// Growth by so many bytes of one rank at once is bulk.
     pub bulk_from_bytes: u64,

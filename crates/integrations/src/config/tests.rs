@@ -273,6 +273,22 @@ fn bulk_runs_shorter_than_others_are_refused() {
 }
 
 #[test]
+fn bulk_runs_that_come_to_less_than_the_pages_of_others_are_as_long_and_that_is_said() {
+    let config = resolve(&[
+        ("KVCACHED_MAX_RUN_PAGES", "64"),
+        ("KVCACHED_BULK_RUN_BYTES", "2m"),
+    ])
+    .unwrap();
+    let policy = config.runs.policy(&geometry(2 << 20));
+    assert_eq!((policy.longest.get(), policy.bulk.get()), (64, 64));
+    let bulk = VARIABLES
+        .iter()
+        .find(|variable| variable.name == "KVCACHED_BULK_RUN_BYTES")
+        .unwrap();
+    assert!(bulk.meaning.contains("KVCACHED_MAX_RUN_PAGES"));
+}
+
+#[test]
 fn a_run_has_1_to_64_pages() {
     let run = RunLength::Bytes(32 << 20);
     assert_eq!(run.pages(&geometry(2 << 20)).get(), 16);

@@ -109,7 +109,8 @@ pub const VARIABLES: &[Variable] = &[
         allowed: "a size such as 128MiB, at least KVCACHED_MAX_RUN_BYTES",
         default: "128MiB, or the longest run if that is set",
         meaning: "bytes of one extent that are backed together at most when a pool grows by much at \
-                  once: quicker to map, slower to read on some GPUs",
+                  once: quicker to map, slower to read on some GPUs; less than what \
+                  KVCACHED_MAX_RUN_PAGES comes to in a pool, or than its page, means that",
     },
     Variable {
         name: "KVCACHED_BULK_FROM_BYTES",
