@@ -31,8 +31,8 @@ pub(crate) struct Keeper {
 #[derive(Debug, Clone)]
 pub(crate) struct Wake {
     flags: Arc<Flags>,
-    /// The pool is full or broken, as it will still be a moment later: it is looked at when the time
-    /// is over, and not after every allocation.
+    /// The device is full or the pool is broken, as it will still be a moment later: that is tried
+    /// again when the time is over, and not after every allocation.
     resting: Arc<AtomicBool>,
     /// Room for one: more than one wake-up at a time means nothing.
     sender: SyncSender<()>,
@@ -53,6 +53,9 @@ const MIN_EVERY: Duration = Duration::from_millis(1);
 /// Longest such time, which any clock can add.
 const MAX_EVERY: Duration = Duration::from_secs(24 * 60 * 60);
 
+/// Longest time for which a pool rests that found the device full, or failed.
+const LONGEST_REST: Duration = Duration::from_secs(1);
+
 /// Pause after the first vain attempt to bring a rank back; it doubles with every further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 
@@ -67,7 +70,7 @@ pub(crate) struct Kept {
     keeps_reserve: bool,
     /// The last step failed, and that was logged.
     failed: bool,
-    /// Until when nothing more is tried.
+    /// Until when nothing is mapped, nor unmapped if the last step failed.
     rests_until: Option<Instant>,
     /// Whether that is in the future, for those who would wake the thread.
     resting: Arc<AtomicBool>,
@@ -151,11 +154,16 @@ impl Drop for Keeper {
 }
 
 impl Wake {
-    /// Makes the thread look at the pools soon.
+    /// Makes the thread look at the pools soon, unless this one rests.
     pub(crate) fn nudge(&self) {
-        if self.resting.load(Ordering::Relaxed) {
-            return;
+        if !self.resting.load(Ordering::Relaxed) {
+            self.hasten();
         }
+    }
+
+    /// Makes the thread look at the pools soon, even if this one rests: there is something for another
+    /// to do, or something to unmap.
+    pub(crate) fn hasten(&self) {
         if !self.flags.pending.swap(true, Ordering::AcqRel) {
             // If there is no room, it is about to wake up anyway.
             let _ = self.sender.try_send(());
@@ -195,16 +203,24 @@ fn run(pools: &mut [Kept], turns: &Turns, flags: &Flags, receiver: &Receiver<()>
             // Attempts come at their own pace: nobody need wake this thread for them.
             flags.alarm.store(true, Ordering::Release);
         }
-        // One step of each at a time, so that a pool with much to do holds up no other.
+        // One step of each at a time, so that a pool with much to do holds up no other; and at least
+        // one, but not so many that time does not pass, or that ranks and kept memory have to wait.
+        let times = pools.iter().flat_map(|kept| [kept.look_at, kept.tend_at]);
+        let until = times.flatten().fold(tick_at, Instant::min);
         let mut left: Vec<&mut Kept> = pools.iter_mut().collect();
-        while !left.is_empty() {
+        loop {
             left.retain_mut(|kept| {
                 // A lock that is let go and taken again at once mostly stays with who has it, so
                 // demands are looked for before each step and not left to meet it.
                 turns.give_way();
                 !flags.stop.load(Ordering::Acquire) && kept.step(every)
             });
+            let alarmed = healthy && flags.alarm.load(Ordering::Acquire);
+            if left.is_empty() || alarmed || now() >= until {
+                break;
+            }
         }
+        let is_done = left.is_empty();
         if flags.stop.load(Ordering::Acquire) {
             return;
         }
@@ -216,7 +232,10 @@ fn run(pools: &mut [Kept], turns: &Turns, flags: &Flags, receiver: &Receiver<()>
             .iter()
             .flat_map(|kept| [kept.look_at, kept.rests_until, kept.tend_at]);
         let next = times.flatten().fold(tick_at, Instant::min);
-        let pause = next.saturating_duration_since(now());
+        let pause = match is_done {
+            true => next.saturating_duration_since(now()),
+            false => Duration::ZERO,
+        };
         if let Err(RecvTimeoutError::Disconnected) = receiver.recv_timeout(pause) {
             return;
         }
@@ -270,23 +289,27 @@ impl Kept {
     /// One step towards what the recent demand and the limit ask for; tells whether another one right
     /// away makes sense.
     fn step(&mut self, every: Duration) -> bool {
-        if self.rests_until.is_some_and(|until| until > now()) {
+        let rests = self.rests_until.is_some_and(|until| until > now());
+        if rests && self.failed {
             return false;
         }
-        self.rest(None);
+        if !rests {
+            self.rest(None);
+        }
         let result = match self.keeps_reserve {
-            true => self.pages.replenish(),
             false => self.pages.keep_to_limit(),
+            // On a full device there is all the more reason to unmap.
+            true if rests => self.pages.shed(),
+            true => self.pages.replenish(),
         };
         match result {
             Ok(done) => {
                 self.failed = false;
                 // Of other reasons whoever makes room tells; a neighbour that frees memory does not.
-                let rests = done.full == Some(FullReason::DeviceMemory);
-                if rests {
+                if done.full == Some(FullReason::DeviceMemory) && !done.more {
                     self.rest(Some(every));
                 }
-                done.more && !rests
+                done.more
             }
             Err(error) => {
                 // Once per failure, not once per attempt.
@@ -301,7 +324,7 @@ impl Kept {
     }
 
     fn rest(&mut self, pause: Option<Duration>) {
-        self.rests_until = pause.map(|pause| now() + pause);
+        self.rests_until = pause.map(|pause| now() + pause.min(LONGEST_REST));
         self.resting.store(pause.is_some(), Ordering::Relaxed);
     }
 }

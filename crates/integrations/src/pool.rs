@@ -14,7 +14,8 @@ use kvcached_manager::{
 };
 use kvcached_mapper::{Epoch, Geometry, Health, MapError, Mapper, PageId, PoolId};
 use kvcached_page_alloc::{
-    PageAllocator, PageAllocatorConfig, Repaired, Replenished, Reserve, Turns, Unmapping,
+    FullReason, PageAllocator, PageAllocatorConfig, Repaired, Replenished, Reserve, Turns,
+    Unmapping,
 };
 
 use crate::config::RunChoice;
@@ -141,7 +142,7 @@ impl Pool {
     /// As [`alloc`](Self::alloc).
     pub fn alloc_into(&self, n: u32, out: &mut Vec<BlockId>) -> Result<(), AllocError> {
         let result = self.blocks().alloc_into(n, out);
-        self.consider_ranks(&result);
+        self.consider_failure(&result);
         self.consider_work();
         result
     }
@@ -191,7 +192,7 @@ impl Pool {
     /// As [`alloc`](Self::alloc).
     pub fn hold(&self, n: u32) -> Result<HoldId, AllocError> {
         let result = self.blocks().hold(n);
-        self.consider_ranks(&result);
+        self.consider_failure(&result);
         self.consider_work();
         result
     }
@@ -245,13 +246,17 @@ impl Pool {
         self.blocks().run_of(block)
     }
 
-    /// Puts a limit in force. Does not wait for an allocation that is under way.
+    /// Puts a limit in force. Does not wait for an allocation that is under way, except that one at the
+    /// device may go first, for 20 ms at most.
     ///
     /// # Errors
     /// Below the floor; the limit in force stays.
     pub fn set_limit(&self, limit: Limit) -> Result<LimitStatus, LimitError> {
         let result = self.pages.set_limit(limit);
-        self.consider_work();
+        // It may have to go on although the device is full.
+        if let Some(wake) = &self.wake {
+            wake.hasten();
+        }
         result
     }
 
@@ -330,12 +335,19 @@ impl Pool {
         self.blocks().usage()
     }
 
-    /// Wakes who brings ranks back if one was met that is lost.
-    fn consider_ranks<T>(&self, result: &Result<T, AllocError>) {
-        if let (Some(wake), Err(AllocError::Broken(_) | AllocError::Fenced { .. })) =
-            (&self.wake, result)
-        {
-            wake.alarm();
+    /// Wakes who brings ranks back if one was met that is lost, and who gives up what other pools only
+    /// keep ready if there was no memory.
+    fn consider_failure<T>(&self, result: &Result<T, AllocError>) {
+        let (Some(wake), Err(error)) = (&self.wake, result) else {
+            return;
+        };
+        match error {
+            AllocError::Broken(_) | AllocError::Fenced { .. } => wake.alarm(),
+            AllocError::Full {
+                reason: FullReason::DeviceMemory,
+                ..
+            } => wake.hasten(),
+            _ => {}
         }
     }
 

@@ -6,6 +6,7 @@ use std::thread::{self, ThreadId};
 
 use kvcached_manager::LimitStatus;
 use kvcached_mapper::testing::{Call, RecordingMapper};
+use kvcached_mapper::{Cause, MapError, Rank, Stage};
 
 use super::tests::{ON, PER_PAGE, mapped, only, reserve, run_pages, start};
 use super::*;
@@ -136,4 +137,96 @@ fn a_pool_without_memory_keeps_no_other_from_its_reserve() {
         pool.free(&blocks).unwrap();
     }
     assert_eq!(full.mapped_pages(), 1);
+}
+
+/// Above a limit, too, memory goes although a look at the pool would come in an hour, and the pool
+/// rests since its reserve found the device full.
+#[test]
+fn a_full_device_keeps_no_pool_from_its_limit() {
+    let mapper = Arc::new(RecordingMapper::new(64));
+    let scheduler = start(64, reserve(8, 8), &mapper, ON).unwrap();
+    let pool = only(&scheduler);
+    eventually(|| pool.usage().pages.warm == 8);
+    mapper.set_memory_pages(Some(20));
+    let blocks = pool.alloc(16 * PER_PAGE).unwrap();
+    eventually(|| mapper.calls().headroom > 1 && pool.usage().pages.warm == 3);
+    let limit = Limit {
+        bytes: 10 * pool.geometry().bundle_bytes(),
+        revision: 1,
+    };
+    assert!(matches!(
+        pool.set_limit(limit),
+        Ok(LimitStatus::Deferred { .. })
+    ));
+    pool.free(&blocks).unwrap();
+    eventually(|| pool.limit_status() == LimitStatus::Applied);
+    assert_eq!(mapper.violations(), []);
+}
+
+#[test]
+fn a_pool_with_much_to_do_does_not_keep_the_thread_from_another_that_is_lost() {
+    let busy = Arc::new(RecordingMapper::new(512));
+    let lost = Arc::new(RecordingMapper::new(64));
+    let (came, comes) = mpsc::channel();
+    let (go, hold) = mpsc::channel::<()>();
+    let hold = Mutex::new(hold);
+    // How often the other pool had been repaired by each step of the one with much to do.
+    let repaired: Arc<Mutex<Vec<u64>>> = Arc::default();
+    let (seen, other) = (Arc::clone(&repaired), Arc::clone(&lost));
+    busy.set_before(move |call, runs| {
+        if call == Call::Map && runs.len() > 1 {
+            let mut seen = seen.lock().unwrap();
+            if seen.is_empty() {
+                came.send(()).unwrap();
+                hold.lock().unwrap().recv_timeout(BOUND).unwrap();
+            }
+            seen.push(other.calls().reconcile);
+        }
+        Ok(())
+    });
+    // Four extents a page: a step of 16 chunks has 4 runs.
+    let pools = vec![
+        mapped(0, 512, reserve(400, 400), &busy),
+        mapped(1, 64, reserve(0, 0), &lost),
+    ];
+    let scheduler = Scheduler::with_mappers(pools, run_pages(1), ON).unwrap();
+    comes.recv_timeout(BOUND).unwrap();
+    let broken = Cause::Diverged {
+        stage: Stage(0),
+        rank: Rank(1),
+    };
+    lost.fail(Call::Map, 0, MapError::clean(broken));
+    assert!(scheduler.pools()[1].alloc(4 * PER_PAGE).is_err());
+    go.send(()).unwrap();
+    eventually(|| scheduler.pools()[0].usage().pages.warm == 400);
+    let repaired = repaired.lock().unwrap().clone();
+    assert_eq!(repaired.len(), 100);
+    assert!(repaired[2] > repaired[0], "{repaired:?}");
+}
+
+/// Two pools on one device, whose reserves both have all that the other has not: neither look would
+/// come within an hour.
+#[test]
+fn a_demand_gets_the_memory_that_another_pool_only_keeps_ready() {
+    let mappers = [0, 1].map(|_| Arc::new(RecordingMapper::new(102)));
+    for (mapper, other) in [(0, 1), (1, 0)] {
+        let other = Arc::clone(&mappers[other]);
+        let own = Arc::downgrade(&mappers[mapper]);
+        mappers[mapper].set_before(move |call, runs| {
+            let wanted: u32 = runs.iter().map(|run| run.count()).sum();
+            let mapped = other.mapped_pages() + own.upgrade().unwrap().mapped_pages();
+            match call == Call::Map && mapped + wanted > 102 {
+                true => Err(MapError::clean(Cause::OutOfMemory { at: None })),
+                false => Ok(()),
+            }
+        });
+    }
+    let pools = [0, 1].map(|id| mapped(id, 102, reserve(0, 100), &mappers[usize::from(id)]));
+    let scheduler = Scheduler::with_mappers(pools.into(), run_pages(1), ON).unwrap();
+    let [one, other] = [0, 1].map(|id| scheduler.pool(PoolId(id)).unwrap());
+    let blocks = one.alloc(60 * PER_PAGE).unwrap();
+    one.free(&blocks).unwrap();
+    assert!(other.alloc(60 * PER_PAGE).is_err(), "it is warm");
+    eventually(|| mappers[0].mapped_pages() <= 41);
+    other.alloc(60 * PER_PAGE).unwrap();
 }
