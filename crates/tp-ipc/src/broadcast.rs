@@ -312,11 +312,12 @@ impl Wires {
         operation: Operation<'_>,
         timeout: Duration,
     ) -> Answer {
-        if self.streams.iter().any(Option::is_some) {
-            // A rank that died meanwhile is better noticed before anything is done anywhere.
-            self.exchange(|_, _| true, socket::now());
-        }
-        self.fanout.begin(operation, socket::now(), timeout);
+        // A rank that died meanwhile is better noticed before anything is done anywhere.
+        let now = match self.streams.iter().any(Option::is_some) {
+            true => self.exchange(|_, _| true, None),
+            false => socket::now(),
+        };
+        self.fanout.begin(operation, now, timeout);
         let answer = loop {
             match self.fanout.poll() {
                 Step::Local(call) => {
@@ -337,8 +338,8 @@ impl Wires {
                     }
                 }
                 Step::Wait(until) => {
-                    self.exchange(Fanout::awaits, until);
-                    self.fanout.handle_timeout(socket::now());
+                    let now = self.exchange(Fanout::awaits, Some(until));
+                    self.fanout.handle_timeout(now);
                 }
                 Step::Done(answer) => break answer,
             }
@@ -363,8 +364,13 @@ impl Wires {
         }
     }
 
-    /// Waits until one of the chosen peers has something to say or takes more, and lets it.
-    fn exchange(&mut self, chosen: impl Fn(&Fanout, PeerIndex) -> bool, until: Instant) {
+    /// Waits until one of the chosen peers has something to say or takes more, if it is to wait, and
+    /// lets all do so that can; answers what time it was then.
+    fn exchange(
+        &mut self,
+        chosen: impl Fn(&Fanout, PeerIndex) -> bool,
+        until: Option<Instant>,
+    ) -> Instant {
         let mut peers = Vec::with_capacity(self.streams.len());
         let mut fds = Vec::with_capacity(self.streams.len());
         for (peer, slot) in self.fanout.peers().zip(&self.streams) {
@@ -376,7 +382,11 @@ impl Wires {
             peers.push(peer);
             fds.push(PollFd::new(stream.as_fd(), events));
         }
-        let waited = socket::wait(&mut fds, Some(until));
+        let waited = match until {
+            Some(until) => socket::wait(&mut fds, Some(until)),
+            None => socket::look(&mut fds),
+        };
+        let now = socket::now();
         let happened: Vec<PollFlags> = fds
             .iter()
             .map(|fd| fd.revents().unwrap_or(PollFlags::empty()))
@@ -384,19 +394,18 @@ impl Wires {
         for (peer, events) in peers.into_iter().zip(happened) {
             if let Err(e) = &waited {
                 // Without poll there is no telling when anybody answers.
-                self.fanout
-                    .handle_disconnect(peer, e.to_string(), socket::now());
+                self.fanout.handle_disconnect(peer, e.to_string(), now);
             } else if !events.is_empty() {
-                self.attend(peer, events);
+                self.attend(peer, events, now);
             }
         }
+        now
     }
 
-    fn attend(&mut self, peer: PeerIndex, events: PollFlags) {
+    fn attend(&mut self, peer: PeerIndex, events: PollFlags, now: Instant) {
         let stream = self.streams[peer.index()]
             .as_mut()
             .expect("only connected peers are polled");
-        let now = socket::now();
         let ended = match take_in(stream, events) {
             Ok(Received::Ended) => Some("closed by the worker".to_owned()),
             Ok(Received::Bytes | Received::Nothing) => None,

@@ -61,6 +61,8 @@ pub struct Server {
     told: bool,
     /// When memory that is kept to be used again has been kept for too long.
     tend_at: Option<Instant>,
+    /// When what a coordinator left has been waiting for it for too long, as of the last wait.
+    orphaned_at: Option<Instant>,
 }
 
 /// Ends a [`Server`] from any thread.
@@ -139,6 +141,7 @@ impl Server {
             paused: None,
             told: false,
             tend_at: None,
+            orphaned_at: None,
         })
     }
 
@@ -199,11 +202,11 @@ impl Server {
         }
         if newcomers {
             self.accept();
-        } else if self.all_greeted() {
+        } else if self.orphaned_at.is_some_and(|at| at <= now) && self.all_greeted() {
             // Else somebody may be back whose hello was not read yet.
             self.rank.handle_timeout(now);
         }
-        self.tend_at = self.rank.tend(socket::now());
+        self.tend_at = self.rank.tend(now);
         Ok(true)
     }
 
@@ -252,7 +255,8 @@ impl Server {
             .connections
             .iter()
             .filter_map(|connection| connection.deadline);
-        let orphaned = self.rank.poll_timeout().filter(|_| self.all_greeted());
+        self.orphaned_at = self.rank.poll_timeout();
+        let orphaned = self.orphaned_at.filter(|_| self.all_greeted());
         let deadlines = deadlines.chain(self.paused).chain(orphaned);
         let deadlines = deadlines.chain(self.tend_at);
         socket::wait(&mut fds, deadlines.chain(until).min())?;

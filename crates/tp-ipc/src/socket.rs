@@ -515,6 +515,15 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], until: Option<Instant>) -> io::Result
             PollTimeout::try_from(micros.div_ceil(1000)).unwrap_or(PollTimeout::MAX)
         }
     };
+    wait_for(fds, timeout)
+}
+
+/// Looks what has happened to `fds`, without waiting.
+pub(crate) fn look(fds: &mut [PollFd<'_>]) -> io::Result<()> {
+    wait_for(fds, PollTimeout::ZERO)
+}
+
+fn wait_for(fds: &mut [PollFd<'_>], timeout: PollTimeout) -> io::Result<()> {
     match poll(fds, timeout) {
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(e) => Err(e.into()),
