@@ -107,6 +107,10 @@ impl Mapper for Striking {
         self.inner.tend(now)
     }
 
+    fn kept_bytes(&self) -> u64 {
+        self.inner.kept_bytes()
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
     }

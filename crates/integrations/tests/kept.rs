@@ -71,6 +71,10 @@ fn a_rank_keeps_no_more_than_its_bound_over_all_its_pools() {
     pass(one, 1, 2);
     pass(other, 1, 5);
     assert_eq!(used_pages(&device), 2 + 3);
+    let kept = [one, other].map(|pool| pool.mapper().kept_bytes());
+    assert_eq!(kept, [2 * GRANULE, GRANULE], "beside what is mapped");
+    let mapped = [one, other].map(|pool| pool.usage().pages.mapped_bytes);
+    assert_eq!(mapped, [GRANULE; 2]);
 
     // Each pool needs no new memory for what it has kept, and no more than that.
     let created = device.calls(Call::Create);

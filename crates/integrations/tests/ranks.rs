@@ -654,6 +654,23 @@ fn no_engine_reads_on_a_rank_what_the_engine_before_it_wrote() {
 }
 
 #[test]
+fn what_the_rank_in_this_process_keeps_is_told_and_it_alone() {
+    let engine = Engine::new("kept-here", LONG);
+    let devices = [device(48), device(48)];
+    let worker = engine.worker(0, 1, &[POOL], &devices[1]);
+    let (scheduler, local) = engine.watched(Arrangement::Rank0 { tp: 2 }, Some(&devices[0]));
+    let mapper = scheduler.pool(POOL).unwrap().mapper();
+    let run = PageRun::new(PageId(8), 3).expect("a run of the pool");
+    mapper.map(&[run]).unwrap();
+    assert_eq!(mapper.kept_bytes(), 0);
+    mapper.unmap(&[run]).unwrap();
+    let kept = [local.as_ref().unwrap(), worker.mapper(POOL).unwrap()].map(|it| it.kept_bytes());
+    assert_eq!((kept, mapper.kept_bytes()), ([3 * BUNDLE; 2], 3 * BUNDLE));
+    mapper.trim();
+    assert_eq!(mapper.kept_bytes(), 0);
+}
+
+#[test]
 fn a_worker_gives_its_memory_back_whoever_goes_first() {
     let engine = Engine::new("order", LONG);
     let devices = [device(48), device(48)];

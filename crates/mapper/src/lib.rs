@@ -137,6 +137,13 @@ pub trait Mapper: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Bytes of the rank in this process that are behind no page and kept so: memory that the pool
+    /// still has beside what is mapped. Waits for nobody. As given here, for a mapper that keeps
+    /// nothing, or has no part in this process.
+    fn kept_bytes(&self) -> u64 {
+        0
+    }
+
     /// Is every place that must be mapped able to map?
     ///
     /// # Errors
@@ -232,6 +239,10 @@ impl<M: Mapper + ?Sized> Mapper for std::sync::Arc<M> {
 
     fn tend(&self, now: Instant) -> Option<Instant> {
         (**self).tend(now)
+    }
+
+    fn kept_bytes(&self) -> u64 {
+        (**self).kept_bytes()
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {

@@ -280,6 +280,10 @@ impl<D: Driver> Mapper for LocalMapper<D> {
         self.tenant.as_ref()?.tend(now)
     }
 
+    fn kept_bytes(&self) -> u64 {
+        Self::kept_bytes(self)
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         // Whoever has a value has the addresses, and nothing else is needed.
         Ok(Readiness::Ready)

@@ -197,6 +197,10 @@ impl Mapper for Hasty {
         self.0.tend(now)
     }
 
+    fn kept_bytes(&self) -> u64 {
+        self.0.kept_bytes()
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         self.0.ready()
     }

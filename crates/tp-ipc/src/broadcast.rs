@@ -277,6 +277,10 @@ impl Mapper for Broadcast {
         self.local.as_ref()?.tend(now)
     }
 
+    fn kept_bytes(&self) -> u64 {
+        self.local.as_ref().map_or(0, |local| local.kept_bytes())
+    }
+
     /// Connects to ranks that are not connected yet, without waiting for any to come.
     fn ready(&self) -> Result<Readiness, MapError> {
         self.ask_ready(self.timeout)

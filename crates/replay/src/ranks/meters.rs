@@ -145,6 +145,10 @@ impl Mapper for Whole {
         self.inner.tend(now)
     }
 
+    fn kept_bytes(&self) -> u64 {
+        self.inner.kept_bytes()
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
     }
@@ -189,6 +193,10 @@ impl Mapper for Local {
 
     fn tend(&self, now: Instant) -> Option<Instant> {
         self.inner.tend(now)
+    }
+
+    fn kept_bytes(&self) -> u64 {
+        self.inner.kept_bytes()
     }
 
     fn ready(&self) -> Result<Readiness, MapError> {

@@ -166,6 +166,10 @@ impl Mapper for Harmed {
         self.inner.tend(now)
     }
 
+    fn kept_bytes(&self) -> u64 {
+        self.inner.kept_bytes()
+    }
+
     fn ready(&self) -> Result<Readiness, MapError> {
         self.inner.ready()
     }
