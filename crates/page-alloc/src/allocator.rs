@@ -6,6 +6,7 @@
 
 mod repair;
 mod reserve;
+mod under_way;
 mod unmap;
 
 use std::num::NonZeroU32;
@@ -103,6 +104,8 @@ struct Books {
     refused: u64,
     /// Those of others who share the turns, as far as they were heeded.
     heeded: u64,
+    /// Ticks for which only the lower bound is mapped ahead, on account of that.
+    yields: u32,
 }
 
 /// What happened since the start.
@@ -168,6 +171,7 @@ impl PageAllocator {
                 in_flight: false,
                 refused: 0,
                 heeded: 0,
+                yields: 0,
             }),
             fenced: AtomicBool::new(false),
             due: AtomicBool::new(reserve.min > 0),
@@ -499,10 +503,13 @@ impl PageAllocator {
 
     /// Maps busy runs and records what came of it.
     fn map(&self, runs: &[PageRun], purpose: Purpose) -> Result<(), AllocError> {
-        let result = self.mapper.map(runs);
-        if result.is_err() {
-            self.look();
-        }
+        let result = self.call(runs, PageTable::fail_map, || {
+            let result = self.mapper.map(runs);
+            if result.is_err() {
+                self.look();
+            }
+            result
+        });
         let excess = self.with_books(|books| {
             let Books { table, totals, .. } = books;
             match &result {
@@ -542,10 +549,16 @@ impl PageAllocator {
         let mut guard = self.lock();
         let books = &mut *guard;
         let result = change(books);
+        self.publish(books);
+        result
+    }
+
+    /// What is read without the lock follows from the books.
+    #[inline]
+    fn publish(&self, books: &mut Books) {
         books.demand.observe(books.table.count(PageState::Used));
         self.available.store(books.available(), Ordering::Relaxed);
         self.due.store(books.due(), Ordering::Relaxed);
-        result
     }
 
     #[inline]

@@ -41,9 +41,9 @@ pub struct PageAllocatorConfig {
 /// the last 16 [ticks](crate::PageAllocator::tick). It grows at once, and is back at `min` at most 17
 /// ticks and as many more as `max` has binary digits after the last demand.
 ///
-/// Pages above `min` are mapped ahead only while the device has as much left for others as is warm, and
-/// not while memory is short. They are given up when another pool, with which the
-/// [`Turns`] are shared, is refused a demand for want of memory.
+/// Pages above `min` are mapped ahead only while the device has as much left for others as is warm. They
+/// are given up when another pool, with which the [`Turns`] are shared, is refused a demand for want of
+/// memory, and not mapped again for two ticks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reserve {
     /// Below this, pages are mapped, whatever the demand.

@@ -88,13 +88,6 @@ impl Turns {
         }
     }
 
-    /// How many demands are at the mapper right now.
-    #[must_use]
-    pub fn waiting(&self) -> u64 {
-        let Some(shared) = &self.0 else { return 0 };
-        shared.counts().at_mapper.len() as u64
-    }
-
     /// A demand goes to the mapper.
     pub(crate) fn demand(&self) -> Turn<'_> {
         let shared = self.0.as_deref();

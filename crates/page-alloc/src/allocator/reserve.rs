@@ -11,6 +11,10 @@ use crate::sync::Ordering;
 use crate::table::{Purpose, Wanted};
 use crate::{AllocError, FullReason, PageState};
 
+/// Ticks for which nothing is mapped ahead after a demand of another pool was refused: one whole
+/// time between two, in which it can ask again.
+const YIELDED_TICKS: u32 = 2;
+
 /// What one [`PageAllocator::replenish`] did, or one [`PageAllocator::keep_to_limit`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -86,7 +90,10 @@ impl PageAllocator {
     /// Tells that some time has passed, always about as much: the demand before the last such times
     /// counts no more. See [`Reserve`](crate::Reserve).
     pub fn tick(&self) {
-        self.with_books(|books| books.demand.tick());
+        self.with_books(|books| {
+            books.demand.tick();
+            books.yields = books.yields.saturating_sub(1);
+        });
     }
 
     /// Unmaps retired runs of what is above a bound, or else, if it is above the limit, others.
@@ -201,22 +208,21 @@ impl Books {
     /// Pages to map ahead; none while a rank is fenced.
     fn missing(&self) -> u32 {
         let Band { low, target, .. } = self.demand.band();
-        // While memory is short, it is left to who waits for it.
-        let target = match self.pressure.is_on() {
-            true => self.demand.reserve().min,
-            false => target,
-        };
         match self.fence {
-            None if self.warm() < low => target.saturating_sub(self.warm()),
+            None if self.warm() < low => target - self.warm(),
             _ => 0,
         }
     }
 
     /// How many of the missing pages to map where there is room for so many: the lower bound in any
-    /// case, and beyond it no more than leaves others as much as is warm here.
+    /// case, and beyond it no more than leaves others as much as is warm here, nor any while another
+    /// pool is to get what it was refused.
     fn ahead(&self, missing: u32, headroom: u32) -> u32 {
         let promised = self.demand.reserve().min.saturating_sub(self.warm());
-        let shared = headroom.saturating_sub(self.warm()) / 2;
+        let shared = match self.yields {
+            0 => headroom.saturating_sub(self.warm()) / 2,
+            _ => 0,
+        };
         missing.min(promised.min(headroom).max(shared))
     }
 
@@ -233,6 +239,7 @@ impl Books {
         let others = refused.saturating_sub(self.refused);
         if others > self.heeded {
             self.heeded = others;
+            self.yields = YIELDED_TICKS;
             self.pressure.met_full(&self.runs);
             self.demand.forget(self.table.count(PageState::Used));
         }

@@ -5,7 +5,7 @@ use kvcached_mapper::{Cause, MapError};
 use super::{Books, PageAllocator, pages_in};
 use crate::Unmapping;
 use crate::runs::Idle;
-use crate::table::Wanted;
+use crate::table::{PageTable, Wanted};
 
 /// What one call of the mapper took away.
 #[derive(Debug, Clone, Copy, Default)]
@@ -36,10 +36,13 @@ impl PageAllocator {
         if runs.is_empty() {
             return Ok(Unmapped::default());
         }
-        let result = self.mapper.unmap_after(&runs, after);
-        if result.is_err() {
-            self.look();
-        }
+        let result = self.call(&runs, PageTable::fail_unmap, || {
+            let result = self.mapper.unmap_after(&runs, after);
+            if result.is_err() {
+                self.look();
+            }
+            result
+        });
         self.with_books(|books| match &result {
             Ok(()) => {
                 books.table.finish_unmap(&runs);

@@ -1,6 +1,7 @@
 //! What a failing mapper leaves behind, and what a caller may do next.
 
 use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use kvcached_mapper::PageId;
@@ -297,4 +298,26 @@ fn a_configuration_that_contradicts_itself_makes_no_allocator() {
             capacity_bytes: 10 * BUNDLE
         },
     );
+}
+
+#[test]
+fn a_mapper_that_panics_leaves_pages_in_doubt_and_none_busy() {
+    for which in [Call::Map, Call::Unmap] {
+        let pool = Pool::new(10);
+        let kept = pool.take(4);
+        pool.free(&kept);
+        pool.during_calls(move |_, call, _| {
+            assert!(call != which, "as the test wants it");
+            Ok(())
+        });
+        let panics = AssertUnwindSafe(|| match which {
+            Call::Map => drop(pool.alloc(5)),
+            _ => drop(pool.pages.trim()),
+        });
+        catch_unwind(panics).expect_err("the mapper panics");
+        let usage = pool.usage();
+        assert_eq!(usage.busy, 0);
+        assert!(usage.quarantined > 0);
+        assert!(!pool.pages.quarantined().is_empty());
+    }
 }
