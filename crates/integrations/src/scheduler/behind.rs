@@ -204,8 +204,7 @@ fn a_pool_with_much_to_do_does_not_keep_the_thread_from_another_that_is_lost() {
     assert!(repaired[2] > repaired[0], "{repaired:?}");
 }
 
-/// Two pools on one device, whose reserves both have all that the other has not: neither look would
-/// come within an hour.
+/// Nobody looks at the pools for an hour unless the refusal wakes the thread.
 #[test]
 fn a_demand_gets_the_memory_that_another_pool_only_keeps_ready() {
     let mappers = [0, 1].map(|_| Arc::new(RecordingMapper::new(102)));
@@ -221,11 +220,17 @@ fn a_demand_gets_the_memory_that_another_pool_only_keeps_ready() {
             }
         });
     }
-    let pools = [0, 1].map(|id| mapped(id, 102, reserve(0, 100), &mappers[usize::from(id)]));
+    let reserves = [(0, reserve(0, 100)), (1, reserve(0, 0))];
+    let pools = reserves.map(|(id, kept)| mapped(id, 102, kept, &mappers[usize::from(id)]));
     let scheduler = Scheduler::with_mappers(pools.into(), run_pages(1), ON).unwrap();
     let [one, other] = [0, 1].map(|id| scheduler.pool(PoolId(id)).unwrap());
-    let blocks = one.alloc(60 * PER_PAGE).unwrap();
+    let blocks = one.alloc(40 * PER_PAGE).unwrap();
+    eventually(|| one.usage().pages.warm == 20);
     one.free(&blocks).unwrap();
+    assert_eq!(
+        (one.usage().pages.warm, mappers[0].mapped_pages()),
+        (60, 61)
+    );
     assert!(other.alloc(60 * PER_PAGE).is_err(), "it is warm");
     eventually(|| mappers[0].mapped_pages() <= 41);
     other.alloc(60 * PER_PAGE).unwrap();
