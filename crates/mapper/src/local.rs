@@ -101,11 +101,8 @@ impl<D: Driver> LocalMapper<D> {
         cold: Cold,
     ) -> Result<Self, MapError> {
         let make = || Self::new(Arc::clone(recycler.driver()), geometry.clone(), cold);
-        let made = match make() {
-            Err(error) if error.is_full() && recycler.clear() > 0 => make(),
-            other => other,
-        };
-        Ok(made?.with_recycler(recycler))
+        let made = recycler.with_room(MapError::is_full, make)?;
+        Ok(made.with_recycler(recycler))
     }
 
     /// The same, with `epochs` to wait for; without, no epoch ever retires.
@@ -213,10 +210,9 @@ impl<D: Driver> LocalMapper<D> {
         &self,
         mut attempt: impl FnMut() -> Result<T, MapError>,
     ) -> Result<T, MapError> {
-        let kept = self.tenant.as_ref().map(Tenant::recycler);
-        match attempt() {
-            Err(error) if error.is_full() && kept.is_some_and(|kept| kept.clear() > 0) => attempt(),
-            other => other,
+        match &self.tenant {
+            Some(tenant) => tenant.recycler().with_room(MapError::is_full, attempt),
+            None => attempt(),
         }
     }
 

@@ -134,6 +134,22 @@ impl<D: Driver> Recycler<D> {
         bytes
     }
 
+    /// What `attempt` answers; if that the device is full, then what it answers once that has
+    /// everything back that is kept, whoever it is for.
+    ///
+    /// # Errors
+    /// Those of the last attempt.
+    pub fn with_room<T, E>(
+        &self,
+        is_full: impl FnOnce(&E) -> bool,
+        mut attempt: impl FnMut() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match attempt() {
+            Err(error) if is_full(&error) && self.clear() > 0 => attempt(),
+            other => other,
+        }
+    }
+
     fn shelves(&self) -> MutexGuard<'_, Shelves<D>> {
         // Nothing that is done under the lock can panic half-way.
         self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
@@ -160,11 +176,9 @@ impl<D: Driver> Tenant<D> {
         if let Some(chunk) = kept {
             return Ok(chunk);
         }
-        let fresh = || Chunk::create_for(&self.recycler.driver, len, self.number).map(Arc::new);
-        match fresh() {
-            Err(VmmError::OutOfMemory { .. }) if self.recycler.clear() > 0 => fresh(),
-            other => other,
-        }
+        let is_full = |error: &VmmError| matches!(error, VmmError::OutOfMemory { .. });
+        let fresh = || Chunk::create_for(&self.recycler.driver, len, self.number);
+        self.recycler.with_room(is_full, fresh).map(Arc::new)
     }
 
     /// Keeps chunks, as far as the bound allows, and lets go of the others.
