@@ -291,8 +291,8 @@ impl ReserveBounds {
     pub fn pages(self, geometry: &Geometry) -> Reserve {
         let Self { min, max } = self;
         let max = max.unwrap_or_else(|| {
-            let pages = DEFAULT_RESERVE_BYTES / geometry.bundle_bytes();
-            u32::try_from(pages).unwrap_or(u32::MAX).max(1).max(min)
+            let pages = runs::whole(DEFAULT_RESERVE_BYTES / geometry.bundle_bytes());
+            pages.max(1).max(min)
         });
         Reserve { min, max }
     }

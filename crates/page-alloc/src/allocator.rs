@@ -472,7 +472,7 @@ impl PageAllocator {
         let Some(half) = NonZeroU32::new(longest / 2).filter(|_| error == full) else {
             return Err(error);
         };
-        let pages = runs.iter().map(|run| run.count()).sum();
+        let pages = pages_in(runs);
         let length = |books: &Books| books.run_length(pages, true).min(half);
         if pages.div_ceil(self.with_books(|books| length(books)).get()) > self.second_runs {
             return Err(error);
@@ -515,10 +515,9 @@ impl PageAllocator {
             match &result {
                 Ok(()) => {
                     table.finish_map(runs, purpose);
-                    books
-                        .pressure
-                        .mapped(runs.iter().map(|run| run.count()).sum());
-                    totals.mapped += pages_in(runs);
+                    let pages = pages_in(runs);
+                    books.pressure.mapped(pages);
+                    totals.mapped += u64::from(pages);
                     totals.runs_mapped += runs.len() as u64;
                 }
                 Err(error) => {
@@ -604,6 +603,7 @@ impl Books {
     }
 }
 
-fn pages_in(runs: &[PageRun]) -> u64 {
-    runs.iter().map(|run| u64::from(run.count())).sum()
+/// Pages of runs of one pool, which share none.
+fn pages_in(runs: &[PageRun]) -> u32 {
+    runs.iter().map(|run| run.count()).sum()
 }

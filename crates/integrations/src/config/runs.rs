@@ -107,7 +107,7 @@ impl fmt::Display for RunLength {
 }
 
 /// A number of pages; more than there can be is as good as all.
-fn whole(pages: u64) -> u32 {
+pub(super) fn whole(pages: u64) -> u32 {
     u32::try_from(pages).unwrap_or(u32::MAX)
 }
 

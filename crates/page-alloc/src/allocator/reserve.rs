@@ -172,7 +172,7 @@ impl Books {
         };
         let excess = self.excess();
         if excess.pages > 0 {
-            return idle(excess) || !self.in_flight && self.table.has_idle_run(0, Idle::InFlight);
+            return idle(excess) || self.may_ask() && self.table.has_idle_run(0, Idle::InFlight);
         }
         let Band { low, high, .. } = self.demand.band();
         if self.demand.reserve().max == 0 || (low..=high).contains(&self.warm()) {

@@ -46,7 +46,7 @@ impl PageAllocator {
         self.with_books(|books| match &result {
             Ok(()) => {
                 books.table.finish_unmap(&runs);
-                books.totals.unmapped += pages_in(&runs);
+                books.totals.unmapped += u64::from(pages_in(&runs));
                 // A rank may know by itself what has ended.
                 books.in_flight &= which == Idle::Retired;
             }
@@ -60,7 +60,7 @@ impl PageAllocator {
         });
         match result {
             Ok(()) => Ok(Unmapped {
-                pages: runs.iter().map(|run| run.count()).sum(),
+                pages: pages_in(&runs),
                 more: runs.len() == self.step_runs,
             }),
             Err(error) if is_in_flight(&error) => Ok(Unmapped::default()),
