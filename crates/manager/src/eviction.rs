@@ -175,8 +175,10 @@ impl EvictionQueue {
         if let Some(age) = found.age {
             self.ages.remove(&age);
             // Those that are older than the oldest now went before nobody.
-            let oldest = self.ages.keys().next().copied();
-            self.went_ahead = self.went_ahead.split_off(&oldest.unwrap_or(u64::MAX));
+            let oldest = self.ages.keys().next().copied().unwrap_or(u64::MAX);
+            while self.went_ahead.first().is_some_and(|&age| age < oldest) {
+                self.went_ahead.pop_first();
+            }
         }
         Some(found)
     }
