@@ -9,28 +9,9 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use kvcached_manager::{BlockManager, BlockSpace};
-use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
+use kvcached_mapper::testing::RecordingMapper;
 use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, RunPolicy};
 use kvcached_replay::{Footprint, IdleFootprint};
-
-/// Backs nothing, and says that it did.
-#[derive(Debug)]
-struct Nothing;
-
-impl Mapper for Nothing {
-    fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
-        Ok(())
-    }
-    fn unmap_after(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
-        Ok(())
-    }
-    fn headroom(&self) -> Option<u32> {
-        None
-    }
-    fn ready(&self) -> Result<Readiness, MapError> {
-        Ok(Readiness::Ready)
-    }
-}
 
 /// Runs of up to `longest` pages, and of no more than `1 / share` of the demand.
 fn run(blocks_per_page: u32, (longest, share): (u32, u32), seed: u64, window: u32) -> Footprint {
@@ -44,7 +25,8 @@ fn run(blocks_per_page: u32, (longest, share): (u32, u32), seed: u64, window: u3
         },
         ..PageAllocatorConfig::new(pages, PAGE)
     };
-    let allocator = PageAllocator::new(config, Arc::new(Nothing)).expect("a good configuration");
+    let mapper = Arc::new(RecordingMapper::new(pages));
+    let allocator = PageAllocator::new(config, mapper).expect("a good configuration");
     let space = BlockSpace::new(pages, PAGE, PAGE / u64::from(blocks_per_page)).expect("even");
     let mut pool = BlockManager::new(space, Arc::new(allocator)).expect("the same pages");
     let staggered = IdleFootprint {

@@ -268,29 +268,10 @@ mod tests {
     use std::sync::Arc;
 
     use kvcached_manager::BlockSpace;
-    use kvcached_mapper::{After, MapError, Mapper, PageRun, Readiness};
+    use kvcached_mapper::testing::RecordingMapper;
     use kvcached_page_alloc::{PageAllocator, PageAllocatorConfig, RunPolicy};
 
     use super::*;
-
-    /// Backs nothing, and says that it did.
-    #[derive(Debug)]
-    struct Nothing;
-
-    impl Mapper for Nothing {
-        fn map(&self, _: &[PageRun]) -> Result<(), MapError> {
-            Ok(())
-        }
-        fn unmap_after(&self, _: &[PageRun], _: After) -> Result<(), MapError> {
-            Ok(())
-        }
-        fn headroom(&self) -> Option<u32> {
-            None
-        }
-        fn ready(&self) -> Result<Readiness, MapError> {
-            Ok(Readiness::Ready)
-        }
-    }
 
     fn run(blocks_per_page: u32, staggered: &IdleFootprint) -> Footprint {
         const PAGE: u64 = 2 << 20;
@@ -303,7 +284,7 @@ mod tests {
             },
             ..PageAllocatorConfig::new(pages, PAGE)
         };
-        let allocator = PageAllocator::new(config, Arc::new(Nothing)).unwrap();
+        let allocator = PageAllocator::new(config, Arc::new(RecordingMapper::new(pages))).unwrap();
         let space = BlockSpace::new(pages, PAGE, PAGE / u64::from(blocks_per_page)).unwrap();
         let mut pool = BlockManager::new(space, Arc::new(allocator)).unwrap();
         let footprint = staggered.run(&mut pool).unwrap();
