@@ -39,22 +39,12 @@ pub(crate) fn alloc_and_free<D: Driver>(bench: &Bench<D>, rows: Rows<'_>) -> Out
              of a prefill there",
         );
         let mut mine = Vec::new();
-        let begun = now();
-        for sample in 0.. {
-            let (result, micros) = timed(|| -> Outcome {
-                blocks.alloc_into(demand, &mut mine)?;
-                blocks.free(black_box(&mine))?;
-                mine.clear();
-                Ok(())
-            });
-            result?;
-            if row.samples.len() == bench.samples(count) {
-                break;
-            }
-            if sample >= BEFORE && begun.elapsed() > AWAKE {
-                row.push(micros);
-            }
-        }
+        sample(&mut row, bench.samples(count), || {
+            blocks.alloc_into(demand, &mut mine)?;
+            blocks.free(black_box(&mine))?;
+            mine.clear();
+            Ok(())
+        })?;
         rows.push(row);
     }
     let engine = shape::engine(&bench.driver, WARM, &[], Background::default())?;
@@ -66,21 +56,26 @@ pub(crate) fn alloc_and_free<D: Driver>(bench: &Bench<D>, rows: Rows<'_>) -> Out
              list each time",
         )
         .beside(format!("warm-{demand}"));
-        let begun = now();
-        for sample in 0.. {
-            let (result, micros) = timed(|| -> Outcome {
-                let mine = pool.alloc(demand)?;
-                Ok(pool.free(black_box(&mine))?)
-            });
-            result?;
-            if row.samples.len() == bench.samples(count) {
-                break;
-            }
-            if sample >= BEFORE && begun.elapsed() > AWAKE {
-                row.push(micros);
-            }
-        }
+        sample(&mut row, bench.samples(count), || {
+            let mine = pool.alloc(demand)?;
+            Ok(pool.free(black_box(&mine))?)
+        })?;
         rows.push(row);
+    }
+    Ok(())
+}
+
+/// So many samples of `once`, after as many calls as wake the machine.
+fn sample(row: &mut Row, count: usize, mut once: impl FnMut() -> Outcome) -> Outcome {
+    let begun = now();
+    let mut calls = 0;
+    while row.samples.len() < count {
+        let (result, micros) = timed(&mut once);
+        result?;
+        if calls >= BEFORE && begun.elapsed() > AWAKE {
+            row.push(micros);
+        }
+        calls += 1;
     }
     Ok(())
 }
